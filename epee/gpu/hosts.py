@@ -116,19 +116,20 @@ class HostRoutes(ctypes.Structure):
 class HostCall(RankSized):
     """First argument of every kernel.
 
-    `state`: state blocks of the island's ranks as this GPU addresses them; `routes`: of `HostRoutes`. The handle, all
-    int32: `expert_of` [num_tokens, num_topk]; `rank_places` [num_tokens, num_ranks]: place among this rank's tokens for
-    a rank, `host_records` [num_tokens, num_hosts]: number of the record for a host, -1 for none; `record_tokens`
-    [num_hosts, max_tokens]; `counts` [num_ranks, num_ranks], `records` [num_ranks, num_hosts]: tokens by source;
-    `row_base` [num_ranks + 1, ranks of the island]: where a source's rows begin there; `served_places` [served sources,
-    max_tokens, ranks of the island]: places of the records that came to this gateway; `pull_order`: chunks, index of
-    the source above `PULL_CHUNK_BITS` bits of chunk; `info`. `host`: this rank's.
+    `state`: state blocks of the island's ranks as this GPU addresses them; `routes`: of `HostRoutes`; `experts`: the
+    table of `experts.py`. The handle, all int32: `expert_of` [num_tokens, num_topk], physical experts; `rank_places`
+    [num_tokens, num_ranks]: place among this rank's tokens for a rank, `host_records` [num_tokens, num_hosts]: number
+    of the record for a host, -1 for none; `record_tokens` [num_hosts, max_tokens]; `counts` [num_ranks, num_ranks],
+    `records` [num_ranks, num_hosts]: tokens by source; `row_base` [num_ranks + 1, ranks of the island]: where a
+    source's rows begin there; `served_places` [served sources, max_tokens, ranks of the island]: places of the records
+    that came to this gateway; `pull_order`: chunks, index of the source above `PULL_CHUNK_BITS` bits of chunk; `info`.
+    `host`: this rank's.
     """
 
     members = (
         ("call", Call),
         ("state", PerRank(ctypes.c_uint64)),
-        *_fields(_WORD, "routes expert_of rank_places host_records record_tokens counts records row_base"),
+        *_fields(_WORD, "routes experts expert_of rank_places host_records record_tokens counts records row_base"),
         *_fields(_WORD, "served_places pull_order info"),
         *_fields(_INT, "num_ranks num_hosts host num_tokens num_topk num_experts max_tokens chunk_records num_slots"),
         ("is_unused", _INT),

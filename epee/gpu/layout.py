@@ -16,8 +16,10 @@ import torch
 from ..errors import InvalidArgument, InvalidState
 from ..jit.params import constants_source, struct_source
 from ..memory.fresh import Allocate, allocator
+from ..memory.layout import align_up
 from ..torch_private import current_index
 from ..values import shown
+from .experts import expert_table
 from .platform import CudaPlatform, Platform
 from .turns import on_gpu
 
@@ -49,6 +51,7 @@ class CountParams(ctypes.Structure):
 
     _fields_ = (
         ("topk_idx", ctypes.c_uint64),
+        ("experts", ctypes.c_uint64),
         ("num_tokens_per_rank", ctypes.c_uint64),
         ("num_tokens_per_expert", ctypes.c_uint64),
         ("is_token_in_rank", ctypes.c_uint64),
@@ -68,7 +71,7 @@ COUNT_KERNELS = {"kernels/throughput/layout_count.cuh": {"layout_count": CountPa
 @functools.cache
 def count_head() -> str:
     """Return the generated C++ in front of the kernel."""
-    return constants_source({"kCountBlocks": NUM_BLOCKS}) + struct_source(CountParams)
+    return constants_source({"kCountBlocks": NUM_BLOCKS, "kMaxExperts": MAX_EXPERTS}) + struct_source(CountParams)
 
 
 def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
@@ -138,6 +141,8 @@ class LayoutCounter:
     def __init__(self, platform: Platform, num_threads: int = NUM_THREADS) -> None:
         self._kernel = platform.kernels(COUNT_KERNELS, count_head())["layout_count"]
         self._args = self._kernel.args
+        self.experts = expert_table(platform.device, MAX_EXPERTS)
+        self._args.experts = self.experts.data_ptr()
         self._platform = platform
         self._num_threads = num_threads
         self._index = platform.device.index
@@ -166,7 +171,7 @@ class LayoutCounter:
             args.num_tokens_per_rank = found.num_tokens_per_rank.data_ptr()
             args.num_tokens_per_expert = found.num_tokens_per_expert.data_ptr()
             args.is_token_in_rank = found.is_token_in_rank.data_ptr()
-            shared_bytes = 4 * (num_ranks + num_experts)
+            shared_bytes = align_up(2 * num_experts, 16) + 4 * (num_ranks + num_experts)
             self._kernel(NUM_BLOCKS, self._num_threads, shared_bytes, self._platform.stream())
         return found
 

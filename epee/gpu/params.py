@@ -51,11 +51,12 @@ OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
 
 
 _WORD = ctypes.c_uint64
-# The parts of a handle: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
-# [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32 [num_ranks,
-# num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and after it, each aligned to
-# 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends`, `source_tokens` int32 [num_ranks],
-# `num_dropped` int32 [1]. They are adjacent in every struct, in this order, so that the cpu sets them with one copy.
+# The parts of a handle: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 (physical experts, as in
+# `csrc/common/experts.cuh`) and `weights_of` float32 [num_tokens, num_topk], `ordinals` int32 likewise (expert layout,
+# else 0), `count_matrix` int32 [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks],
+# `recv_info` int32, and after it, each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts],
+# `token_ends`, `source_tokens` int32 [num_ranks], `num_dropped` int32 [1]. They are adjacent in every struct, in this
+# order, so that the cpu sets them with one copy.
 _HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
 _HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
 HANDLE_BYTES = 8 * len(_HANDLE)
@@ -86,9 +87,9 @@ class LayoutParams(RankSized):
     """Arguments of `layout_throughput`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0, `topk_weights`
-    float32 or 0; `shape`: `signature.shape_signature`. Out: the handle; `mailbox` is pinned cpu memory or 0. `capacity`
-    is the caller's or 0; `max_recv_rows` here and below, and `max_rows` of a combine, is the room or the capacity,
-    whichever is less.
+    float32 or 0; `experts`: the table of `experts.py`; `shape`: `signature.shape_signature`. Out: the handle; `mailbox`
+    is pinned cpu memory or 0. `capacity` is the caller's or 0; `max_recv_rows` here and below, and `max_rows` of a
+    combine, is the room or the capacity, whichever is less.
     """
 
     members = (
@@ -97,7 +98,7 @@ class LayoutParams(RankSized):
         *_HANDLE,
         ("mailbox", _PTR),
         *_fields(_INT, "grant refused"),
-        ("signature", _WORD),
+        *_fields(_WORD, "signature experts"),
         *_COUNTS,
         *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
         *_fields(_INT, "num_slots num_channels num_blocks kept_per_warp do_count capacity shape"),
@@ -204,6 +205,7 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
     constants = {
         "kNumRanks": num_ranks,
         "kMaxRanks": room_of(num_ranks),
+        "kMaxExperts": MAX_EXPERTS,
         "kMaxChannels": MAX_CHANNELS,
         "kMaxBlocks": MAX_BLOCKS,
         "kMaxLayoutBlocks": MAX_LAYOUT_BLOCKS,

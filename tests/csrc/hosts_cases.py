@@ -11,13 +11,14 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from epee import reference
+from epee.gpu.experts import expert_table
 from epee.gpu.hosts import (
     HOST_KERNELS,
     PageAddresses,
@@ -30,7 +31,7 @@ from epee.gpu.hosts import (
     row_nbytes,
     state_layout,
 )
-from epee.gpu.params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS, control_layout
+from epee.gpu.params import MAX_EXPERTS, NEWS_WORDS, NUM_REPORTS, REPORT_WORDS, control_layout
 from epee.gpu.ranks import room_of
 from epee.jit.params import sized_kernels
 from epee.link.proxy.chunks import ChunkRun
@@ -39,6 +40,7 @@ from epee.link.proxy.rank import shape_for
 from epee.link.proxy.words import ABORT, KINDS, island_topology, parse_chunk_word
 from epee.reference import Received, Routed
 from tests.csrc.emulated import build, entries_of
+from tests.csrc.throughput_cases import permutation, renamed
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class HostsCase:
         first: number of the epoch's first chunks.
         stall_one_in: one in so many warps stands still at the places of `common/stall.cuh`.
         timeout_s: of one wait.
+        is_permuted: experts are anywhere, as many at each rank, not in contiguous blocks.
     """
 
     islands: tuple[tuple[int, ...], ...]
@@ -79,6 +82,7 @@ class HostsCase:
     first: int = 0
     stall_one_in: int = 0
     timeout_s: float = 20.0
+    is_permuted: bool = False
     seed: int = 0
 
     @property
@@ -105,6 +109,19 @@ class HostsCase:
     def max_tokens(self) -> int:
         """Of a rank."""
         return max(*self.num_tokens, 1)
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """The table by which kernels map an expert to its rank."""
+        table = expert_table(torch.device("cpu"), MAX_EXPERTS)
+        if self.is_permuted:
+            table[: self.num_experts] = permutation(self.num_experts)
+        return table
+
+    def placed(self, inputs: Sequence[Routed]) -> list[Routed]:
+        """Return what all ranks send, with ids by which a contiguous map finds the same experts."""
+        table = self.experts.long()
+        return [replace(given, topk_idx=renamed(given.topk_idx, table)) for given in inputs]
 
     def inputs(self, call: int) -> list[Routed]:
         """Return what all ranks send in a call."""
@@ -224,6 +241,7 @@ class HostsRank:
         self.slot = torch.empty(self.offsets[-1] + 8 * rows, dtype=torch.uint8, device=device)
         self.out = torch.empty(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device)
         self.keep: dict[str, torch.Tensor] = {}
+        self.experts = case.experts.to(device)
         self.kernels: dict[str, Any] = {}
 
     def _host_words(self, count: int) -> torch.Tensor:
@@ -269,7 +287,7 @@ class HostsRank:
                 self.keep[name] = torch.full((count + 4,), -77, dtype=torch.int32, device=self.device)
             part = self.keep[name]
             setattr(host, name, part.data_ptr())
-        host.routes, host.host = self.routes.data_ptr(), self.view.host
+        host.routes, host.host, host.experts = self.routes.data_ptr(), self.view.host, self.experts.data_ptr()
         host.num_ranks, host.num_hosts, host.num_tokens = case.num_ranks, len(case.islands), tokens
         host.num_topk, host.num_experts, host.max_tokens = case.num_topk, case.num_experts, room
         host.chunk_records, host.num_slots = case.chunk_records, case.num_slots
@@ -441,7 +459,8 @@ class HostsWorld:
 def run_case(case: HostsCase) -> HostsWorld:
     """Run the calls of a case and compare all that arrives."""
     inputs = [case.inputs(call) for call in range(case.num_calls)]
-    received = [reference.dispatch(given, case.num_experts, layout="rank") for given in inputs]
+    placed = [case.placed(given) for given in inputs]
+    received = [reference.dispatch(given, case.num_experts, layout="rank") for given in placed]
     gen = torch.Generator().manual_seed(case.seed)
     y = [
         [torch.randn(len(there.src_rank), case.hidden, generator=gen).to(torch.bfloat16) for there in each]
@@ -449,7 +468,7 @@ def run_case(case: HostsCase) -> HostsWorld:
     ]
     sums = [
         reference.combine_by_host(*each, case.host_of, bias=case.biases())
-        for each in zip(inputs, received, y, strict=True)
+        for each in zip(placed, received, y, strict=True)
     ]
     world = HostsWorld(case)
 

@@ -20,6 +20,7 @@ from epee.gpu.platform import CudaPlatform
 from epee.reference import latency as reference
 from epee.reference.latency import Packed, Sent
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
+from tests.csrc.throughput_cases import permutation, renamed
 
 TIMEOUT_S = 20.0
 NAN = float("nan")
@@ -49,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """A buffer and what happens over it."""
+    """A buffer and what happens over it; with `is_permuted` experts are anywhere, not in contiguous blocks."""
 
     rounds: tuple[Round, ...]
     num_local_experts: int = 4
@@ -59,6 +60,7 @@ class Plan:
     packet_tokens: int = 4
     num_sms: int = 3
     stall_one_in: int = 0
+    is_permuted: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -119,6 +121,8 @@ def make_core(plan: Plan, rank: int, platform_name: str) -> LatencyCore:
         packet_tokens=plan.packet_tokens,
     )  # fmt: skip
     core = LatencyCore(platform, config, all_gather_bytes)
+    if plan.is_permuted:
+        core.experts[: config.num_experts] = permutation(config.num_experts).to(core.experts)
     layout = config.region_layout
     for name in ("dispatch_rows", "combine_rows", "dispatch_packets", "combine_packets"):
         if layout[name].nbytes:
@@ -156,10 +160,14 @@ def bring(
 
 
 def expected(plan: Plan, this: Round, got: Sequence[Sequence[bool]] | None = None) -> tuple[list[Sent], list[Packed]]:
-    """All ranks' inputs, and what their dispatch must bring."""
+    """All ranks' inputs, with ids by which a contiguous map finds the experts, and what their dispatch must bring."""
+    num_experts = plan.num_ranks * plan.num_local_experts
     inputs = [inputs_of(plan, this, rank) for rank in range(plan.num_ranks)]
+    if plan.is_permuted:
+        table = permutation(num_experts)
+        inputs = [replace(given, topk_idx=renamed(given.topk_idx, table)) for given in inputs]
     packed = reference.dispatch(
-        inputs, plan.num_ranks * plan.num_local_experts, plan.max_tokens, use_fp8=this.use_fp8,
+        inputs, num_experts, plan.max_tokens, use_fp8=this.use_fp8,
         round_scale=this.round_scale or this.use_ue8m0, use_ue8m0=this.use_ue8m0, got=got,
     )  # fmt: skip
     return inputs, packed
@@ -213,12 +221,13 @@ def play(core: LatencyCore, plan: Plan, this: Round, who: str) -> None:
     rank = core.config.rank
     inputs, packed = expected(plan, this)
     options = options_of(this)
-    d = send(core, this, inputs[rank], options)
+    d = send(core, this, inputs_of(plan, this, rank), options)
     if d.hook is not None:
         d.hook()
     wait_for(core)
     core.check()
     check_received(d, packed[rank], f"{who}: dispatch")
+    same(d.handle.own_ids.cpu(), inputs[rank].topk_idx.to(torch.int32), f"{who}: experts that were sent to")
     y = expert_output(plan, packed[rank], rank)
     c = bring(core, this, y, inputs[rank], d, options)
     if c.hook is not None:

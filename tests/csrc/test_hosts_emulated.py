@@ -47,6 +47,7 @@ CASES = {
     "FP8 pairs": HostsCase(TWO, (19, 30, 8, 25), num_scales=3),
     "FP8 pairs in pieces": HostsCase(TWO, (19, 30, 8, 25), hidden=208, num_scales=5, piece_bytes=96),
     "more scales than are read ahead": HostsCase(((0,), (1,)), (21, 16), num_scales=101),
+    "experts anywhere": HostsCase(((0, 1), (2,), (3, 4)), (11, 9, 17, 6, 13), num_topk=4, is_permuted=True),
     "a later epoch": HostsCase(TWO, (19, 30, 8, 25), first=1 << 33),
 }
 

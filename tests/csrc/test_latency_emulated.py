@@ -49,6 +49,7 @@ PLANS = {
     ),
     "all in packets": Plan(random_rounds(5, 4, 2, 16, 256), packet_tokens=16),
     "no packets": Plan(random_rounds(6, 4, 2, 16, 256), packet_tokens=0),
+    "experts anywhere": Plan(random_rounds(7, 5, 3, 16, 256), num_topk=5, is_permuted=True),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from epee.jit.source import flatten
 from epee.memory.fresh import Allocate
 from tests.csrc.compiled import compile_once, resources
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
+from tests.csrc.throughput_cases import permutation, renamed
 
 with_compiler = [
     pytest.mark.compiler,
@@ -102,6 +103,21 @@ def test_one_counter_serves_calls_of_all_sizes() -> None:
         check(counter, routing(num_tokens, num_topk, num_experts, seed), num_ranks, num_experts)
         strided = routing(num_topk, num_tokens, num_experts, seed).t()
         check(counter, strided, num_ranks, num_experts)
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with")
+@pytest.mark.parametrize("num_experts", [64, 8192])
+def test_tokens_are_counted_for_the_ranks_that_the_table_gives_their_experts(num_experts: int) -> None:
+    counter, table = counter_on_cpu(32), permutation(num_experts)
+    counter.experts[:num_experts] = table.to(torch.int16)
+    idx = routing(77, 6, num_experts)
+    idx = idx.masked_fill(idx >= num_experts, -1)
+    found = counter(idx, 4, num_experts)
+    contiguous = count_with_torch(renamed(idx, table), 4, num_experts)
+    assert torch.equal(found.num_tokens_per_rank, contiguous.num_tokens_per_rank)
+    assert torch.equal(found.is_token_in_rank, contiguous.is_token_in_rank)
+    assert torch.equal(found.num_tokens_per_expert, count_with_torch(idx, 4, num_experts).num_tokens_per_expert)
 
 
 @pytest.mark.parametrize(

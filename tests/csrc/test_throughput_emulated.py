@@ -56,6 +56,10 @@ CASES = {
     ),
     "expert, many tokens": Case((600, 590), layout="expert", hidden=8, num_topk=2, expert_alignment=16),
     "expert, nowhere": Case((3, 4), layout="expert", routing="nowhere", expert_alignment=8),
+    "anywhere": Case((17, 11, 9), num_bias=1, num_sms=3, is_permuted=True),  # by the one kernel for few tokens
+    "anywhere, many tokens": Case((600, 590), hidden=8, num_topk=2, is_permuted=True),
+    "anywhere, expert": Case((21, 9, 0, 12), layout="expert", expert_alignment=4, num_topk=4, is_permuted=True),
+    "anywhere, expert, many tokens": Case((600, 590), layout="expert", hidden=8, num_topk=2, is_permuted=True),
 }
 
 

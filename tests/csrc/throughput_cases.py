@@ -38,6 +38,7 @@ class Case:
             "mask" (is_token_in_rank).
         payload: a dtype's name, or "fp8" (float32 scales; by columns on even ranks).
         num_bias: 0 ... 2; float32 ones for a bfloat16 payload when `is_bias_wide`.
+        is_permuted: experts are anywhere, as many at each rank, not in contiguous blocks.
     """
 
     num_tokens: tuple[int, ...]
@@ -53,6 +54,7 @@ class Case:
     num_bias: int = 0
     is_bias_wide: bool = False
     num_sms: int | None = None
+    is_permuted: bool = False
     seed: int = 0
 
     @property
@@ -115,6 +117,25 @@ def seen_by(case: Case, members: Collection[int] | None) -> tuple[Case, list[Rou
     return seen, inputs
 
 
+def permutation(num_experts: int) -> torch.Tensor:
+    """A table of physical experts in which hardly any id is at the rank of its contiguous block."""
+    return torch.randperm(num_experts, generator=torch.Generator().manual_seed(num_experts))
+
+
+def renamed(topk_idx: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The ids that `table` gives to the experts of `topk_idx`; -1 stays."""
+    return torch.where(topk_idx < 0, topk_idx, table[topk_idx.clamp(min=0)])
+
+
+def placed_inputs(case: Case) -> list[Routed]:
+    """What all ranks send, with ids by which a contiguous map finds the same experts."""
+    inputs = [inputs_of(case, rank) for rank in range(case.num_ranks)]
+    if not case.is_permuted:
+        return inputs
+    table = permutation(case.num_experts)
+    return [replace(given, topk_idx=renamed(given.topk_idx, table)) for given in inputs if given.topk_idx is not None]
+
+
 def biases_of(case: Case, rank: int) -> list[torch.Tensor]:
     """What `rank` adds."""
     gen = torch.Generator().manual_seed(77 + rank)
@@ -154,6 +175,8 @@ def make_buffer(
         max_recv_rows or case.num_ranks * most, rows, num_slots,
     )  # fmt: skip
     buffer = ThroughputEnd(platform, config, all_gather_bytes)
+    if case.is_permuted:
+        buffer.machine.experts[: case.num_experts] = permutation(case.num_experts).to(buffer.machine.experts)
     poison(buffer)
     return buffer
 
@@ -251,7 +274,7 @@ def check_case(case: Case, platform_name: str, timeout_s: float = 50.0) -> None:
     """Run a case on all ranks and compare everything with the reference."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     results = run_ranks(run_case, case.num_ranks, case, platform_name, timeout_s=timeout_s)
-    inputs = [inputs_of(case, rank) for rank in range(case.num_ranks)]
+    inputs = placed_inputs(case)
     want = reference.dispatch(inputs, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment)
     ys = [expert_output(_values(there.x), rank, case) for rank, there in enumerate(want)]
     biases = [biases_of(case, rank) for rank in range(case.num_ranks)]

@@ -45,6 +45,14 @@ def _model(seed: int, hidden: int, num_topk: int, num_experts: int, **sizes: int
 PLANS = {
     "one rank": Plan(random_rounds(1, 12, 1, 64, 2048), num_local_experts=32, hidden=2048, max_tokens=64, num_topk=8),
     "two ranks": Plan(random_rounds(2, 20, 2, 128, 512), num_local_experts=8, hidden=512, max_tokens=128, num_topk=6),
+    "two ranks, experts anywhere": Plan(
+        random_rounds(10, 12, 2, 128, 512),
+        num_local_experts=32,
+        hidden=512,
+        max_tokens=128,
+        num_topk=8,
+        is_permuted=True,
+    ),
     "four ranks, odd rows": Plan(random_rounds(3, 12, 4, 33, 1032), hidden=1032, max_tokens=33, num_topk=11),
     "four ranks, 2048, top-6 of 64": _model(4, 2048, 6, 64),
     "four ranks, 4096, top-1 of 8": _model(5, 4096, 1, 8),

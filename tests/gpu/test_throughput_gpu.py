@@ -18,6 +18,10 @@ pytestmark = [pytest.mark.timeout(300)]
 CASES = {
     "one rank": Case((4096,), hidden=2048, num_local_experts=32, num_topk=8),
     "one rank, float16": Case((17,), dtype="float16", payload="float16", hidden=7176, num_topk=1),
+    "one rank, experts anywhere": Case((128,), hidden=7168, num_local_experts=256, num_topk=8, is_permuted=True),
+    "two ranks, experts anywhere": Case((700, 40), hidden=2048, num_local_experts=16, num_topk=4, is_permuted=True),
+    "two ranks, expert, experts anywhere": Case((300, 40), layout="expert", expert_alignment=16, hidden=2048,
+                                                num_local_experts=16, num_topk=4, is_permuted=True),
     "two ranks": Case((17, 300), hidden=7168, num_topk=4, num_bias=1),
     "two ranks, float32": Case((129, 64), dtype="float32", payload="float32", hidden=7176, num_topk=9,
                                num_local_experts=8, num_bias=2),

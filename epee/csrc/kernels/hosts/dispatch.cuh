@@ -10,6 +10,7 @@
 //
 // The gateway keeps the places of all ranks of its host for the combine (`served_places`).
 #pragma once
+#include "../../common/experts.cuh"
 #include "pack.cuh"
 
 /// What lies behind the row in a record.
@@ -133,7 +134,7 @@ struct TokenCargo {
       const i64 row = __shfl_sync(~0u, base, position) + place;
       u8* slot = reinterpret_cast<u8*>(p.slots[position]);
       if (lane_idx() == 0) bulk_store(slot + row * p.row_bytes + offset, stage, num_bytes);
-      if (is_last) deliver_meta(p, slot, to * num_local, num_local, row, meta);
+      if (is_last) deliver_meta(p, slot, first_expert_of(to, num_local), num_local, row, meta);
     }
   }
 };
@@ -319,7 +320,7 @@ DEVICE bool pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
   const HostCall& h = p.host;
   const int lane_id = lane_idx(), num_pieces = (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes;
   u8* slot = reinterpret_cast<u8*>(p.slots[h.call.rank]);
-  const int num_local = h.num_experts / h.num_ranks, first_expert = my_rank(h) * num_local;
+  const int num_local = h.num_experts / h.num_ranks, first_expert = first_expert_of(my_rank(h), num_local);
   Puller units(p, progress, tag);
   bool must_wait = false;
   const auto find = [&] {

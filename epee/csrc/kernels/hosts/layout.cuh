@@ -22,6 +22,7 @@
 // else holds a rank back: it may send row r + 1 while a neighbour still waits for its row r.
 // A row also says that this rank's memory for the result is free.
 #pragma once
+#include "../../common/experts.cuh"
 #include "words.cuh"
 
 /// Where a token goes.
@@ -59,14 +60,15 @@ DEVICE Goes read_token(const HostLayoutParams& p, int token, const Counters* cou
 #pragma unroll
     for (int k = 0; k < kIdsAtOnce; ++k) {
       const i64 id = ids[k];
-      const bool is_expert = id >= 0 && id < p.host.num_experts;
+      const i32 expert = physical_expert(staged_experts(), id, p.host.num_experts, -1);
+      const bool is_expert = expert >= 0;
       if (counters && k < count) {
-        reinterpret_cast<i32*>(p.host.expert_of)[at + k] = is_expert ? static_cast<i32>(id) : -1;
-        if (is_expert) red_add_shared(counters->experts + id, 1);
+        reinterpret_cast<i32*>(p.host.expert_of)[at + k] = expert;
+        if (is_expert) red_add_shared(counters->experts + expert, 1);
         if (!is_expert && id != -1) red_add_shared(counters->num_bad, 1);
       }
       if (!is_expert) continue;
-      const int rank = static_cast<int>(id) / num_local;
+      const int rank = owner_of(expert, num_local);
       goes.ranks |= 1ull << rank;
       goes.hosts |= 1u << routes.host_of[rank];
     }
@@ -296,7 +298,7 @@ DEVICE bool sum_counts(const HostLayoutParams& p, u64 tag) {
 /// (token, k) pairs that this rank's experts receive. All threads; false after a report.
 DEVICE bool sum_experts(const HostLayoutParams& p, u64 tag, u64 row) {
   const HostCall& h = p.host;
-  const int num_local = h.num_experts / h.num_ranks, first = my_rank(h) * num_local;
+  const int num_local = h.num_experts / h.num_ranks, first = first_expert_of(my_rank(h), num_local);
   bool is_good = true;
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < num_local; e += static_cast<int>(blockDim.x)) {
@@ -401,6 +403,7 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   const int num_counters = (num_warps + 1) * num_columns + h.num_experts + 1;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) shared[i] = 0;
+  stage_experts(staged_experts(), h.experts, h.num_experts);
   __syncthreads();
   wait_previous_kernel();
   const u64 tag = current_tag(h.call);

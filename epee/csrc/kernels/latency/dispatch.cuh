@@ -44,15 +44,15 @@ DEVICE DispatchMemory split_memory(const LatencyDispatchParams& p) {
   return {counts, bits, reinterpret_cast<u16*>(ids), ids + round_up(2 * p.num_tokens * p.num_topk, 16)};
 }
 
-/// An expert id as `ids` holds it.
+/// What `ids` holds for an id: the physical expert.
 DEVICE u32 checked_id(const LatencyDispatchParams& p, i64 expert) {
-  return expert >= 0 && expert < p.num_experts ? static_cast<u32>(expert) : kNoExpert | kRepeated;
+  return static_cast<u32>(physical_expert(staged_experts(), expert, p.num_experts, kNoExpert | kRepeated));
 }
 
-/// The rank that owns an expert, or none. `owner_factor` is 2^20 / num_local_experts, rounded up: exact below 1024.
+/// The rank that owns an expert, or none.
 DEVICE u32 rank_bit(const LatencyDispatchParams& p, u32 id) {
   const u32 expert = id & kNoExpert;
-  return expert == kNoExpert ? 0 : 1u << (expert * p.owner_factor >> 20);
+  return expert == kNoExpert ? 0 : 1u << owner_by_factor(expert, p.owner_factor);
 }
 
 /// The first token of this thread's warp. The first warp comes last, for it opens the call meanwhile.
@@ -154,7 +154,7 @@ DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, con
     const int local = w - 1 - p.token_words;
     u32 value = !is_active ? kHeadExcluded : p.refused ? kHeadRefused : head;
     if (w > 0 && local < 0) value = m.bits[d * p.token_words + w - 1];
-    if (w > 0 && local >= 0) value = static_cast<u32>(m.counts[d * p.num_local_experts + local]);
+    if (w > 0 && local >= 0) value = static_cast<u32>(m.counts[first_expert_of(d, p.num_local_experts) + local]);
     st_relaxed_sys(head_at(p.at, s.peer[d], s.send_tag, p.call.rank) + w, marked(s.send_tag, value));
   });
   if (threadIdx.x == 0) *reinterpret_cast<i32*>(p.sent_to) = static_cast<i32>(s.active);
@@ -464,6 +464,7 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   const int first = gridDim.x == 1 ? 0 : static_cast<int>(blockIdx.x) - 1;
   const int num_counters = p.num_experts + kNumRanks * p.token_words;
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) m.counts[i] = 0;
+  if (is_sending) stage_experts(staged_experts(), p.experts, p.num_experts);
   __syncthreads();
   wait_previous_kernel();
   Input in = {};

@@ -1,10 +1,11 @@
 // How a token becomes a record, and a record becomes rows of the result.
 //
-// A record is meta | row | scales. Meta is a u64 for each k: weight above; below the expert (16 bits, kNoExpert for
-// none), the number of this rank's earlier tokens that chose the same expert (15 bits), and whether an earlier k of the
-// token did (the topmost bit), in which case the row is written once only. The row is bfloat16, or e4m3 by blocks of
-// 128 channels with a scale each.
+// A record is meta | row | scales. Meta is a u64 for each k: weight above; below the physical expert (16 bits,
+// kNoExpert for none), the number of this rank's earlier tokens that chose the same expert (15 bits), and whether an
+// earlier k of the token did (the topmost bit), in which case the row is written once only. The row is bfloat16, or
+// e4m3 by blocks of 128 channels with a scale each.
 #pragma once
+#include "../../common/experts.cuh"
 #include "../../ptx/convert.cuh"
 #include "call.cuh"
 
@@ -97,7 +98,7 @@ struct Target {
 DEVICE Target find_target(const LatencyDispatchParams& p, const i32* counts, u32 taken, int src, u64 meta) {
   const u32 entry = static_cast<u32>(meta);
   const i32 expert = static_cast<i32>(entry & 0x7FFF);
-  const i32 local = expert - p.call.rank * p.num_local_experts;
+  const i32 local = expert - first_expert_of(p.call.rank, p.num_local_experts);
   const i32 ordinal = static_cast<i32>(entry >> 16 & 0x7FFF);
   const bool is_here = expert != static_cast<i32>(kNoExpert) && local >= 0 && local < p.num_local_experts;
   if (!is_here || ordinal >= counts[src * p.num_local_experts + local]) return {-1, 0, false};

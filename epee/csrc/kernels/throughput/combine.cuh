@@ -360,7 +360,7 @@ DEVICE void load_weights(const CombineParams& p, const CombineShared& s, i64 at,
       row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
     from[0] = 0.0f;
     if (is_row(row, p.max_rows))
-      from[0] = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[expert / p.num_local_experts]) + row);
+      from[0] = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[owner_of(expert, p.num_local_experts)]) + row);
     return;
   }
   const i64 token = at / p.num_topk;

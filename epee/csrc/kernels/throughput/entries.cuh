@@ -1,6 +1,8 @@
-// What a token's routing says: experts and ranks of its slots, as the lanes of a warp see them.
+// What a token's routing says: experts and ranks of its slots, as the lanes of a warp see them. The kernel has
+// staged the table of experts.
 #pragma once
 #include "../../common/call.cuh"
+#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 
 /// One (token, k) slot as a lane sees it. `ranks` has bit d when the token goes to rank d; `is_first` marks the lane
@@ -11,22 +13,21 @@ struct Entry {
   bool is_first;
 };
 
-/// The expert of a slot, -1 for none, -2 for an id that does not exist.
+/// The physical expert of a slot, -1 for none, -2 for an id that does not exist.
 DEVICE int load_expert(const LayoutParams& p, int token, int k) {
   const i64 id = reinterpret_cast<const i64*>(p.topk_idx)[static_cast<i64>(token) * p.num_topk + k];
-  if (id >= -1 && id < p.num_experts) return static_cast<int>(id);
-  return -2;
+  return physical_expert(staged_experts(), id, p.num_experts, id == -1 ? -1 : -2);
 }
 
 /// Completes a step's entries from the experts of its lanes: `32 / lanes_per_token` tokens from `first` on. All lanes.
 /// Nothing goes to ranks that are not in `active`, and their experts count as none.
 DEVICE Entry make_entry(const LayoutParams& p, u32 active, int first, int end, int expert) {
   const int lane = lane_idx();
-  if (expert >= 0 && !is_in(active, expert / p.num_local_experts)) expert = -1;
+  if (expert >= 0 && !is_in(active, owner_of(expert, p.num_local_experts))) expert = -1;
   Entry entry = {first + lane / p.lanes_per_token, lane % p.lanes_per_token, expert, 0, false};
   const bool has_token = entry.token < end;
   entry.is_first = has_token && entry.k == 0;
-  if (expert >= 0) entry.ranks = 1u << (expert / p.num_local_experts);
+  if (expert >= 0) entry.ranks = 1u << owner_of(expert, p.num_local_experts);
   if (has_token && p.token_in_rank)
     for (int d = 0; d < kNumRanks; ++d)
       entry.ranks |= static_cast<u32>(reinterpret_cast<const u8*>(

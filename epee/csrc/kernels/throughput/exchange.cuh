@@ -10,6 +10,7 @@
 // the same rows, it fails everywhere.
 #pragma once
 #include "../../common/call.cuh"
+#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
@@ -248,13 +249,13 @@ DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, Sums& s, 
         for (int src = 0; src < kNumRanks; ++src) s.tokens_from[src] = values[src];
       continue;
     }
-    const int owner = i / p.num_local_experts;
+    const int owner = owner_of(i, p.num_local_experts);
     const i32 padded = p.expert_alignment == 1 ? sum : round_up(sum, p.expert_alignment);
     padded_rows[i] = padded;
     padded_rows[p.num_experts + i] = sum;
     if (p.ordinals) red_add_shared(s.num_expanded + owner, padded);
     if (owner == p.call.rank) {
-      const int local_expert = i - owner * p.num_local_experts;
+      const int local_expert = i - first_expert_of(owner, p.num_local_experts);
       reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCounts + local_expert] = padded;
       if (p.mailbox) st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoCounts + local_expert, padded);
     }
@@ -267,7 +268,8 @@ DEVICE void place_experts(const LayoutParams& p, const i32* padded_rows) {
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < p.num_experts; e += static_cast<int>(blockDim.x)) {
     i32 start = 0;
-    for (int other = e / p.num_local_experts * p.num_local_experts; other < e; ++other) start += padded_rows[other];
+    const int first = first_expert_of(owner_of(e, p.num_local_experts), p.num_local_experts);
+    for (int other = first; other < e; ++other) start += padded_rows[other];
     reinterpret_cast<i32*>(p.row_base)[e] += start;
   }
 }
@@ -309,7 +311,7 @@ DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_r
   bool is_good = s.has_all && !s.gone;
   for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
   const int num_local = p.num_local_experts;
-  const i32* mine = padded_rows + p.call.rank * num_local;
+  const i32* mine = padded_rows + first_expert_of(p.call.rank, num_local);
   const Ends to(p);
   i32 before = 0;
 #pragma unroll 1

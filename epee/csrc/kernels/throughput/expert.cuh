@@ -163,7 +163,7 @@ DEVICE void expand_own(const DispatchParams& p, u64 tag, int token, Ring<kStages
     const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[at];
     const i32 ordinal = reinterpret_cast<const i32*>(p.ordinals)[at];
     const float weight = p.weights_of ? reinterpret_cast<const float*>(p.weights_of)[at] : 1.0f;
-    if (expert >= 0 && expert / p.num_local_experts == p.call.rank) {
+    if (expert >= 0 && owner_of(expert, p.num_local_experts) == p.call.rank) {
       to = reinterpret_cast<const i32*>(p.row_base)[expert] + ordinal;
       to = store_source(p, tag, to, weight, p.call.rank, token);
     }
@@ -201,7 +201,7 @@ struct Padding {
 DEVICE void open_padding(const DispatchParams& p, int num_warps, Padding& left) {
   const int num_counters = p.num_experts + kNumRanks;
   const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix);
-  const int expert = p.call.rank * p.num_local_experts + left.item % p.num_local_experts;
+  const int expert = first_expert_of(p.call.rank, p.num_local_experts) + left.item % p.num_local_experts;
   i32 first = reinterpret_cast<const i32*>(p.row_base)[expert];
   i32 count = 0;
 #pragma unroll

@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(512, 1) dispatch_throughput_few(const __grid_c
   if (is_coordinator)
     for (int i = static_cast<int>(threadIdx.x); i <= p.layout.num_experts + kNumRanks; i += blockDim.x) counters[i] = 0;
   if (threadIdx.x == 0) s.is_good = 1;
+  stage_experts(staged_experts(), p.layout.experts, p.layout.num_experts);  // before the barrier in the next line
   init_barriers(s.barriers, kMaxFewWarps);
   wait_previous_kernel();
   const Call& call = p.layout.call;

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
   if (p.do_count)
 #pragma unroll 1
     for (int i = lane_idx(); i < num_counters; i += 32) mine[i] = 0;
-  __syncwarp();
+  if (p.do_count) stage_experts(staged_experts(), p.experts, p.num_experts);
+  __syncthreads();
   wait_previous_kernel();
   allow_next_kernel();  // the payload kernel's blocks set up their barriers while this one counts
   const u64 tag = current_tag(p.call);

@@ -7,6 +7,7 @@
 //
 // Ids that do not exist count nowhere: a dispatch reports them.
 #pragma once
+#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/memory.cuh"
@@ -14,15 +15,16 @@
 constexpr int kAtOnce = 4;  // steps whose loads are under way together
 
 /// Counts the tokens from `first` on, `32 / lanes_per_token` at a time, each time `stride` behind the last, and says to
-/// which ranks they go. All lanes of a warp. `Id` is the type of the ids.
+/// which ranks they go. All threads. `Id` is the type of the ids.
 template <class Id>
-DEVICE void count_tokens(const CountParams& p, i32* counters, int first, int stride) {
+DEVICE void count_tokens(const CountParams& p, Vec16* table, i32* counters, int first, int stride) {
   const int k = lane_idx() % p.lanes_per_token;  // a lane speaks for rank k as well
   const int token = first + lane_idx() / p.lanes_per_token;
   u8* is_token_in_rank = reinterpret_cast<u8*>(p.is_token_in_rank);
   i32 num_in_rank = 0;
+  int step = 0;
 #pragma unroll 1
-  for (int step = 0; step < p.num_tokens - first; step += kAtOnce * stride) {
+  do {
     Id id[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -30,12 +32,17 @@ DEVICE void count_tokens(const CountParams& p, i32* counters, int first, int str
       id[i] = -1;
       if (at < p.num_tokens && k < p.num_topk) id[i] = reinterpret_cast<const Id*>(p.topk_idx)[at * p.num_topk + k];
     }
+    if (step == 0) {
+      stage_experts(table, p.experts, p.num_experts);  // its loads are under way with those before
+      __syncthreads();                                 // the counters are zero, and the table is there
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
+      const int expert = physical_expert(table, id[i], p.num_experts, -1);
       u32 ranks = 0;
-      if (id[i] >= 0 && id[i] < p.num_experts) {
+      if (expert >= 0) {
         red_add_shared(counters + id[i], 1);
-        ranks = 1u << static_cast<u32>(id[i]) / static_cast<u32>(p.num_local_experts);
+        ranks = 1u << owner_of(expert, p.num_local_experts);
       }
       for (int distance = p.lanes_per_token / 2; distance; distance /= 2)
         ranks |= __shfl_xor_sync(~0u, ranks, distance);
@@ -45,7 +52,8 @@ DEVICE void count_tokens(const CountParams& p, i32* counters, int first, int str
         num_in_rank += static_cast<i32>(ranks >> k & 1);
       }
     }
-  }
+    step += kAtOnce * stride;
+  } while (step < p.num_tokens - first);
   if (num_in_rank) red_add_shared(counters + p.num_experts + k, num_in_rank);
 }
 
@@ -67,18 +75,18 @@ namespace epee {
 
 __global__ void __cluster_dims__(kCountBlocks, 1, 1) __launch_bounds__(1024, 1)
     layout_count(const __grid_constant__ CountParams p) {
-  i32* counters = reinterpret_cast<i32*>(dynamic_shared());
+  Vec16* table = reinterpret_cast<Vec16*>(dynamic_shared());
+  i32* counters = reinterpret_cast<i32*>(table + (p.num_experts + kExpertsOfVec - 1) / kExpertsOfVec);
   const int num_counters = p.num_experts + p.num_ranks;
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) counters[i] = 0;
-  __syncthreads();
   const int tokens_per_warp = 32 / p.lanes_per_token;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(blockIdx.x) * num_warps + warp_idx();
   const int first = warp * tokens_per_warp, stride = kCountBlocks * num_warps * tokens_per_warp;
   if (p.is_i32)
-    count_tokens<i32>(p, counters, first, stride);
+    count_tokens<i32>(p, table, counters, first, stride);
   else
-    count_tokens<i64>(p, counters, first, stride);
+    count_tokens<i64>(p, table, counters, first, stride);
   cluster_barrier();
   add_blocks(p, counters, num_counters);
   cluster_leave();

@@ -7,6 +7,7 @@
 // tag, and nothing advances.
 #pragma once
 #include "../../common/call.cuh"
+#include "../../common/experts.cuh"
 #include "../../common/work.cuh"
 #include "../../ptx/convert.cuh"
 
@@ -40,7 +41,7 @@ DEVICE u64 rows_of_rank(const OrderParams& p, u64 tag, int d, i32 place) {
 DEVICE int last_k_on(const OrderParams& p, i64 token, int d) {
   const i32* experts = reinterpret_cast<const i32*>(p.expert_of) + token * p.num_topk;
   for (int k = p.num_topk - 1; k >= 0; --k)
-    if (experts[k] >= 0 && experts[k] / p.num_local_experts == d) return k;
+    if (experts[k] >= 0 && owner_of(experts[k], p.num_local_experts) == d) return k;
   return -1;
 }
 
@@ -61,7 +62,8 @@ DEVICE void append_slot(OrderedRows& rows, const OrderParams& p, u64 tag, i64 to
   if (expert < 0) return;
   const i64 row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
   const float weight = p.weights_of ? reinterpret_cast<const float*>(p.weights_of)[at] : 1.0f;
-  append(rows, p, tag, expert / p.num_local_experts, row, weight, 0);  // this layout's rows are never copied meanwhile
+  // place 0: this layout's rows are never copied meanwhile
+  append(rows, p, tag, owner_of(expert, p.num_local_experts), row, weight, 0);
 }
 
 /// Appends what rank `d` has of a token.
@@ -69,7 +71,7 @@ DEVICE void append_rank(OrderedRows& rows, const OrderParams& p, u64 tag, i64 to
   if (p.is_expert) {
     for (int k = 0; k < p.num_topk; ++k) {
       const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[token * p.num_topk + k];
-      if (expert >= 0 && expert / p.num_local_experts == d) append_slot(rows, p, tag, token, k);
+      if (expert >= 0 && owner_of(expert, p.num_local_experts) == d) append_slot(rows, p, tag, token, k);
     }
   } else {
     const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[token * kNumRanks + d];
@@ -89,7 +91,7 @@ DEVICE void order_rows(const OrderParams& p, u64 tag, i64 token, OrderedRows& ro
   } else {
     for (int k = 0; k < p.num_topk; ++k) {
       const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[token * p.num_topk + k];
-      const int d = expert < 0 ? -1 : expert / p.num_local_experts;
+      const int d = expert < 0 ? -1 : owner_of(expert, p.num_local_experts);
       if (d >= 0 && last_k_on(p, token, d) == k) append_rank(rows, p, tag, token, d);
     }
   }

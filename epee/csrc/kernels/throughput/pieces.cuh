@@ -4,6 +4,7 @@
 // of shared memory. Rows are found from the handle: how many of ours went to each rank before this token (rank layout),
 // or which expert and place each of its k had (expert layout).
 #pragma once
+#include "../../common/experts.cuh"
 #include "../../common/lanes.cuh"
 #include "../../common/work.cuh"
 #include "lanes.cuh"
@@ -50,7 +51,7 @@ DEVICE Found order_rows(const CombineParams& p, const Looked& l) {
   Found f = {-1, -1, -1, -1, 0.0f, 0};
   if (kExpert) {
     if (l.expert >= 0) {
-      f.rank = l.expert / p.num_local_experts;
+      f.rank = owner_of(l.expert, p.num_local_experts);
       f.row = reinterpret_cast<const i32*>(p.row_base)[l.expert] + l.ordinal;
       f.weight = l.weight;
     }

@@ -6,6 +6,7 @@
 // expert layout the topk_idx field holds i32 rows of the result instead.
 #pragma once
 #include "../../common/call.cuh"
+#include "../../common/experts.cuh"
 #include "../../common/load.cuh"
 #include "../../common/work.cuh"
 
@@ -48,13 +49,14 @@ template <bool kExpert>
 DEVICE void send_metadata(const DispatchParams& p, u8* slot, int d, i64 row, int token, i32 expert, float weight,
                           i32 expanded_row) {
   const int lane = lane_idx();
-  const bool is_there = expert >= 0 && expert / p.num_local_experts == d;
+  const bool is_there = expert >= 0 && owner_of(expert, p.num_local_experts) == d;
   if (lane < p.num_topk) {
     const i64 at = row * p.num_topk + lane;
     if (kExpert)
       reinterpret_cast<i32*>(slot + p.topk_idx_offset)[at] = is_there ? expanded_row : -1;
     else
-      reinterpret_cast<i64*>(slot + p.topk_idx_offset)[at] = is_there ? expert - d * p.num_local_experts : -1;
+      reinterpret_cast<i64*>(slot + p.topk_idx_offset)[at] =
+          is_there ? expert - first_expert_of(d, p.num_local_experts) : -1;
     if (p.weights_of) reinterpret_cast<float*>(slot + p.weights_offset)[at] = is_there ? weight : 0.0f;
   }
   if (lane == 0) reinterpret_cast<i64*>(slot + p.src_token_offset)[row] = token;

@@ -33,8 +33,9 @@ import torch
 from ....arrays import plain_tensors
 from ....errors import InvalidArgument, InvalidState
 from ....gpu.device import GpuDevice, Share
+from ....gpu.experts import expert_table
 from ....gpu.lent import AllGather
-from ....gpu.params import COPIED_WORDS
+from ....gpu.params import COPIED_WORDS, MAX_EXPERTS
 from ....gpu.platform import LentRegion, Platform
 from .half import OPS, Half
 from .params import (
@@ -236,6 +237,7 @@ class LatencyCore:
         device: kernels, reports, the order of calls.
         memory: that the ranks lend each other; `active_ranks` is its mask.
         plans: makes the plans of calls.
+        experts: the table by which kernels map an expert to its rank.
         num_calls: calls that this rank has begun; those recorded in graphs do not count.
         is_poisoned: fill results with 0xFF before each call.
     """
@@ -247,6 +249,7 @@ class LatencyCore:
         self.num_calls = 0
         self.device = GpuDevice(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
         self._lost = platform.mapped_words(1)
+        self.experts = expert_table(platform.device, MAX_EXPERTS)
         self.plans = Planner(platform, config, self.device.kernels)
         self._planners = {config: self.plans}
         self.memory = LatencyMemory(platform, config, all_gather)
@@ -557,6 +560,7 @@ class LatencyCore:
         args.at = config.places(op)
         args.num_topk, args.hidden, args.token_words = config.num_topk, config.hidden, config.token_words
         if op == "dispatch":
+            args.experts = self.experts.data_ptr()
             args.num_experts, args.num_local_experts = config.num_experts, config.num_local_experts
             args.meta_words, args.owner_factor = config.meta_words, config.owner_factor
         else:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from typing import Any
 
-from ....gpu.params import NUM_REPORTS
+from ....gpu.params import MAX_EXPERTS, NUM_REPORTS
 from ....gpu.ranks import MAX_LOCAL, room_of
 from ....jit.params import constants_source, struct_source
 
@@ -87,18 +87,20 @@ class LatencyDispatchParams(ctypes.Structure):
     """Arguments of `dispatch_latency_*`; T is `max_tokens`, L the local experts.
 
     In: `x` bfloat16 [num_tokens, hidden], rows `x_stride` bytes apart; `topk_idx` int64 and `topk_weights` float32 (or
-    0 for ones) [num_tokens, num_topk]. Out: `out_x` [L, ranks * T, row]; `out_scales` [L, scale_words, ranks * T];
-    `out_counts` int32 [L]; `out_ranges` int64 [L, ranks]; `out_src_token` int32 [L, ranks * T]; `out_got` bool [ranks];
-    `stats` int32 [L] to which counts are added, or 0. The handle: `recv_rows` int32 and `recv_weights` float32
-    [ranks, T, num_topk], `recv_info` int32 [ranks, 1 + token_words] (tokens of the rank, and which of them came),
-    `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and of each token's),
-    `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent).
+    0 for ones) [num_tokens, num_topk]; `experts`: the table of `gpu/experts.py`. Out: `out_x` [L, ranks * T, row];
+    `out_scales` [L, scale_words, ranks * T]; `out_counts` int32 [L]; `out_ranges` int64 [L, ranks]; `out_src_token`
+    int32 [L, ranks * T]; `out_got` bool [ranks]; `stats` int32 [L] to which counts are added, or 0. The handle:
+    `recv_rows` int32 and `recv_weights` float32 [ranks, T, num_topk], `recv_info` int32 [ranks, 1 + token_words]
+    (tokens of the rank, and which of them came), `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and
+    of each token's), `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent, physical
+    experts).
     """
 
     _fields_ = (
         ("at", LatencyPlaces),
         ("call", LatencyCall),
         *_fields(_PTR, DISPATCH_POINTERS),
+        ("experts", _PTR),
         ("x_stride", _LONG),
         *_fields(_INT, "num_tokens num_topk num_experts num_local_experts owner_factor hidden token_words"),
         *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
@@ -143,6 +145,7 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
         "kNumRanks": num_ranks,
         "kMaxRanks": room_of(num_ranks),
         "kMaxLocal": MAX_LOCAL,
+        "kMaxExperts": MAX_EXPERTS,
         "kMaxWarps": MAX_WARPS,
         "kNumReports": NUM_REPORTS,
         "kStallOneIn": stall_one_in,

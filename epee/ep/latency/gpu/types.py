@@ -97,7 +97,7 @@ class CoreHandle:
 
     @property
     def own_ids(self) -> torch.Tensor:
-        """`[num_tokens, num_topk]` int32: the experts of this rank's tokens, -1 for none."""
+        """`[num_tokens, num_topk]` int32: the physical experts of this rank's tokens, -1 for none."""
         return self._part("own_ids", (self.num_tokens, self._config.num_topk), torch.int32)
 
     @property

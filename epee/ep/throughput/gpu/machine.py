@@ -22,9 +22,11 @@ import torch
 
 from ....errors import InvalidArgument, InvalidState, ResourceError, expected
 from ....gpu.device import GpuDevice, Mailboxes, Share
+from ....gpu.experts import expert_table
 from ....gpu.lent import AllGather, Lending
 from ....gpu.params import (
     KERNELS,
+    MAX_EXPERTS,
     OP_BARRIER,
     OP_COMBINE,
     OP_DISPATCH,
@@ -70,6 +72,7 @@ class Machine:
         mailboxes: where kernels answer.
         slots: the receive regions of all ranks.
         members: ranks that take part.
+        experts: the table by which kernels map an expert to its rank.
         stream: raw, of the last call.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
@@ -107,6 +110,7 @@ class Machine:
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
         self._share, self.codes = self.device.share, self.device.codes
         self.max_sms, self._is_alone = platform.limits.num_sms, True
+        self.experts = expert_table(platform.device, MAX_EXPERTS)
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are tracked
         for name, kernel in self.device.kernels.items():
@@ -509,7 +513,7 @@ class Machine:
         call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
         if isinstance(args, LayoutParams):
-            args.num_slots = config.num_slots + 1
+            args.num_slots, args.experts = config.num_slots + 1, self.experts.data_ptr()
         if isinstance(args, DispatchParams):
             for rank, region in enumerate(self.slots):
                 args.slots[rank] = region.address

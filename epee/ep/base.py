@@ -32,10 +32,10 @@ from .checks import check_mask, check_timeout
 from .config import BufferConfig
 from .control.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
-from .control.exchanging import RowExchange
 from .control.header import OP_DISPATCH, OP_GATHER, OP_SYNC
 from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
+from .hosts.rows import RowExchange
 from .job import job_handle_of
 from .making import fits
 from .paths import Making, Path, PathOverHosts, platform_of, return_all, with_policy

@@ -15,9 +15,9 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
-from .control.exchanging import RowExchange
 from .control.header import OP_BARRIER, OPS_OF_CPUS
 from .control.messages import ControlPlaneOver
+from .hosts.rows import RowExchange
 
 
 class Path:

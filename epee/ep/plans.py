@@ -28,8 +28,8 @@ from ..errors import expected
 from ..torch_private import MAX_CHECKS, MetadataCheck, metadata_check_of
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
 from .config import BufferConfig
-from .control.exchanging import RowExchange
 from .handle import Handle
+from .hosts.rows import RowExchange
 from .throughput.gpu.combine import AnyCombinePlan, find_source
 from .throughput.gpu.dispatch import DispatchPlan, short_key
 from .throughput.gpu.shape import Shape

@@ -15,7 +15,7 @@ import torch
 from ...errors import EpeeError, MismatchError, expected
 from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
-from .exchanging import RowExchange
+from ..hosts.rows import RowExchange
 from .header import OP_GATHER, OP_SYNC, REASON_BYTES, REFUSED, Header, Moved
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ControlPlaneOver(Generic[SomeExchange]):
             rows = self.exchange.call(header, None, piece, deadline)
             for rank in rows.parties:
                 parts[rank] += rows.texts[rank][: len(piece)]
-            self.exchange.end.close()
+            self.exchange.close_call()
         return parts
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:

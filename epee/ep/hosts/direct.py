@@ -124,7 +124,7 @@ class DirectExchange(SyncExchange):
     """Row exchange through an engine, beside payload in shared memory.
 
     Args:
-        config, rank, interrupt: as of `RowsOverEngine`.
+        config, rank, interrupt: as of `RowExchange`.
 
     Attributes:
         membership: set before the first call.

@@ -51,11 +51,11 @@ class MemberExchange(HostsExchange, SyncExchange):
         try:
             rows = super().call(header, counts, text, deadline)
         except expected(Moved):
-            self.end.close()  # on all ranks
+            self.close_call()  # on all ranks
             raise
         missing = sorted(members.lost({*rows.parties}))
         if missing:
-            self.end.close()  # as above
+            self.close_call()  # as above
             raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
         return rows
 

@@ -40,7 +40,7 @@ from ..config import BufferConfig
 from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .rows import CallPatience, MemberRows, OwnRow, RowsOverEngine
+from .rows import CallPatience, MemberRows, OwnRow, RowExchange
 
 
 class Step:
@@ -71,11 +71,11 @@ class Step:
         return False
 
 
-class HostsExchange(RowsOverEngine):
-    """Row exchange through an engine; implements `control.messages.RowExchange`.
+class HostsExchange(RowExchange):
+    """Row exchange over several hosts.
 
     Args:
-        config, rank, interrupt: as of `RowsOverEngine`.
+        config, rank, interrupt: as of `RowExchange`.
 
     Attributes:
         peer_regions: the outboxes with which the last call ran.

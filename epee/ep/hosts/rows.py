@@ -29,6 +29,7 @@ from ...engine.signature import pack as pack_signature
 from ...errors import EpeeError, InvalidState, NoQuorumError, ProtocolError, context, expected, ignored
 from ..config import BufferConfig
 from ..control.header import REASON_BYTES, ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
+from ..control.membership import Membership
 from ..throughput.placement import Ints
 
 _BYTE = np.dtype(np.uint8)
@@ -142,24 +143,8 @@ class MemberRows(NamedTuple):
         return peer_regions.epoch == self.epoch and peer_regions.members == self.members
 
 
-class LastResult:
-    """The end of the last call here: its caller has its result.
-
-    Attributes:
-        lost: why the buffer cannot be used any more; empty while it can.
-    """
-
-    def __init__(self, exchange: RowsOverEngine) -> None:
-        self.lost = ""
-        self._exchange = exchange
-
-    def close(self) -> None:
-        """Record that the caller of the last call has its result."""
-        self._exchange.engine.latest.op = None
-
-
-class RowsOverEngine:
-    """The rows of a buffer's calls, as calls of an engine carry them.
+class RowExchange:
+    """The rows of a buffer's calls, as calls of an engine carry them; `direct.py` and `exchange.py` derive from it.
 
     Args:
         config: of the buffer.
@@ -169,22 +154,24 @@ class RowsOverEngine:
     Attributes:
         engine: makes the calls; a process that joins a running `Buffer` has none before its first call (`has_engine`).
         epoch: handles of another one are stale.
+        membership: defines what a new view does to a call.
+        lost: why the buffer cannot be used any more; empty while it can.
         is_dropped: the buffer ends without having been closed.
         take_back: removes this rank's notice of the buffer from the group.
-        end: the end of the last call.
     """
 
     engine: Engine
+    membership: Membership
     has_engine = False
     epoch = 0
     is_dropped = False
+    lost = ""
 
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         self.config = config
         self.rank = rank
         self._interrupt = interrupt
         self.take_back: Callable[[], None] = _nothing
-        self.end = LastResult(self)
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
@@ -196,15 +183,37 @@ class RowsOverEngine:
         """Number of the last call; equal on all ranks in the same call."""
         raise NotImplementedError
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the epoch, or of the last call, ascending."""
+        raise NotImplementedError
+
+    @property
+    def reduced_members(self) -> tuple[int, ...] | None:
+        """The same where these are not all, else None."""
+        raise NotImplementedError
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
+        """Send this rank's row and return the rows of all ranks, checked and agreed on."""
+        raise NotImplementedError
+
+    def close_call(self) -> None:
+        """Record that the caller of the last call has its result."""
+        self.engine.latest.op = None
+
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
+        """Send this rank's row, as one that refuses the call, and wait for no rank."""
+        raise NotImplementedError
+
     def require_results(self, deadline: float) -> None:
         """Raise `InvalidState` if an earlier call has ended otherwise here than on the other ranks."""
         self.settle_calls(deadline)
-        if self.end.lost:
-            raise InvalidState(self.end.lost)
+        if self.lost:
+            raise InvalidState(self.lost)
 
     def forget_results(self) -> None:
         """Begin an epoch: all calls before are over."""
-        self.end.lost, self.engine.latest.op = "", None
+        self.lost, self.engine.latest.op = "", None
 
     def settle_calls(self, deadline: float) -> None:
         """Find out how the calls have ended whose results no caller has got.
@@ -236,7 +245,7 @@ class RowsOverEngine:
         """Record what follows from a call that has ended, and whose result no caller has got."""
         if self._has_worked(op):
             where = context(op.plan.name, rank=self.rank, seq=op.seq, epoch=op.peer_regions.epoch)
-            self.end.lost = (
+            self.lost = (
                 f"{where}: this call has raised an error here, and others have completed it: the ranks stand before "
                 "different calls; close this buffer on all ranks and make a new one"
             )[:REASON_BYTES]

@@ -179,7 +179,7 @@ class LatencyCudaPath(GpuPath, Memory):
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
         # the peers may not know of it
-        is_lost = isinstance(error, InvalidState) and bool(self._given_up or self.control.exchange.end.lost)
+        is_lost = isinstance(error, InvalidState) and bool(self._given_up or self.control.exchange.lost)
         return not is_lost and (isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:

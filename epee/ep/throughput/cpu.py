@@ -125,7 +125,7 @@ class CpuPath(Path):
             self._send(call, handle, rows, slots)
             self.exchange.wait_data(deadline)
             result = self._receive(call, handle, arena, slot)
-            self.exchange.end.close()
+            self.exchange.close_call()
             return result
         except BaseException as error:
             self.arenas.let_go(arena, slot, last_seq)
@@ -150,7 +150,7 @@ class CpuPath(Path):
             header = combine_header(call, self.rank, slot, alignment)
             rows = self.exchange.call(header, None, arena.region.blob, deadline)
             result = self._pull(call, self.arenas.attach(layout, rows, deadline), rows)
-            self.exchange.end.close()
+            self.exchange.close_call()
             return result
         finally:
             self.arenas.let_go(arena, slot, last_seq)

@@ -7,7 +7,7 @@ An exception from a signal handler can come between any two lines, so a call is 
 is aborted by `abandon` when it raises. A call without an owner all the same, whose caller has no hook to receive it, is
 aborted by the next call or by `sync` (`reclaim`).
 
-A call without a mask ends in the same way on all ranks (`control/ending.py`): a rank that does not get all messages in
+A call without a mask ends in the same way on all ranks (`latency/call.py`): a rank that does not get all messages in
 time, or is interrupted in its wait, aborts the call for all, unless a peer has got all of its own: then it completes
 the call too. With a mask each rank ends the call by itself: a missing rank is recorded in the mask.
 
@@ -40,8 +40,8 @@ from ...errors import (
 )
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S
-from ..control.ending import CallEnd
 from ..control.messages import reason_bytes
+from .call import CallEnd
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
 from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Patience, SectionHeader, Wire

@@ -14,7 +14,7 @@ otherwise one missing rank would make the ranks that waited for it in vain seem 
 
 A call without a mask ends in the same way on all ranks: a rank that has all messages checks whether a peer has aborted
 the call before it continues, and a rank that aborts completes the call after all if a peer has all of its messages
-(`ends`, `control/withdrawal.py`). A rank announces that it has begun a call before it sends anything, so while that
+(`ends`, `latency/aborts.py`). A rank announces that it has begun a call before it sends anything, so while that
 word is missing no rank has all messages, and none will.
 
 `cut` notifies a rank that a peer excludes it, so that it need not wait for the timeout to find out. It names the call:
@@ -41,8 +41,8 @@ import numpy as np
 from ...errors import ProtocolError
 from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, futex_sleep, futex_wake, tag, untag
 from ..config import MAX_LATENCY_TOKENS, BufferConfig
-from ..control.withdrawal import EndWords
 from ..throughput.placement import Ints
+from .aborts import EndWords
 from .region import HEAD_WORDS, REASON_BYTES, RegionWords
 
 OP_NAMES = ("none", "dispatch", "combine")

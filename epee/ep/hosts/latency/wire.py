@@ -25,7 +25,7 @@ A crash leaves a part of a message without its tag, which no rank reads; a mirro
 changes, and its rank counts as lost there until `sync`, which assigns another gateway (`begin_epoch`). A host whose
 ranks are all lost has no gateway, and nothing is sent there.
 
-The end of a call without a mask is common to all ranks, by the words of `control/withdrawal.py`. Each rank writes its
+The end of a call without a mask is common to all ranks, by the words of `latency/aborts.py`. Each rank writes its
 own words only. A rank that aborts a call sends that to all hosts, after the word that it had gathered an earlier one.
 With it goes the word LOST: an abort can arrive on another host before the death shows there. Then a rank that has
 aborted reads the words of the others: on its own host directly, on another one by a query on the same stream
@@ -61,7 +61,7 @@ from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
 from ....view.protocol.withdrawal import GRACE_S, Look, Stance, end_behind
 from ...config import BufferConfig
-from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, LOST, EndWords
+from ...latency.aborts import FAILED, GATHERED, GAVE_UP, LOST, EndWords
 from ...latency.region import RegionWords, SectionCut
 from ...latency.rows import Floats
 from ...latency.wire import Patience, SectionHeader, Wire, pack_head

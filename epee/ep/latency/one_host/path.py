@@ -20,7 +20,7 @@ Each rank lends one region. In a slot every source has a **section** of its own 
                        cut     [num_ranks]          written by the source: up to which call it sends nothing here
                        waiting [1]                  written by the owner: its last wait: which call, until when
                        ends    [num_slots]          written by the owner: tag of the last call that it has begun; how
-                                                    it ended (`control/withdrawal.py`)
+                                                    it ended (`latency/aborts.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
                        payload [num_slots][source]  cut by the call's sizes (`region.SectionCut`): token,

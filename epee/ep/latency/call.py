@@ -1,4 +1,4 @@
-"""The end of this rank's last call: gathered (it continues), aborted, or open; `withdrawal.py` has the protocol.
+"""The end of this rank's last call: gathered (it continues), aborted, or open; `aborts.py` has the protocol.
 
 A call is open from the moment in which its row is announced until its caller has the result, or knows that no rank has
 it. So an exception that makes the caller leave it, an interrupt between any two steps included, leaves it open, and the
@@ -19,8 +19,8 @@ from typing import Protocol
 from ...errors import CommTimeoutError, RankFailedError, context, is_own
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
-from .header import REASON_BYTES
-from .withdrawal import EndWords
+from ..control.header import REASON_BYTES
+from .aborts import EndWords
 
 _LOOK_S = 0.0005
 

@@ -33,7 +33,8 @@ from ..control.messages import ControlPlaneOver
 from ..paths import Path
 from ..streams import Lane
 from ..throughput.placement import Ints
-from .pending_call import NoFreeSlot, PendingCall, PendingCalls
+from .call import PendingCall
+from .pending_call import NoFreeSlot, PendingCalls
 from .region import SectionCut
 from .rows import FP8, Floats, Placed, Source, WireRows, expand, lost_weight, num_scales, place_rows
 from .types import (
@@ -111,7 +112,7 @@ class LatencyCalls(Path, ABC):
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         last_seq = self._wire.seq
         try:
-            self._pending_calls.give_up(self._pending_calls.begin(SectionHeader(op, 0, 0, 0), options), error)
+            self._pending_calls.abort(self._pending_calls.begin(SectionHeader(op, 0, 0, 0), options), error)
         except BaseException as raised:
             self._pending_calls.abandon(last_seq, raised)
             raise

@@ -183,11 +183,11 @@ class Wire(ABC):
         """Return the words by which the ranks agree on how a call ends."""
         line = self.regions[self.rank].at("ends", self.slot(seq))
         words = {rank: region.words for rank, region in enumerate(self.regions)}
-        return EndWords(self.rank, words, lambda rank: line, lambda parity, rank: line)
+        return EndWords(self.rank, words, line)
 
-    def is_given_up(self, seq: int) -> bool:
+    def is_aborted(self, seq: int) -> bool:
         """Whether a peer has aborted the call."""
-        return bool(self.end_words(seq).withdrawn(tag(self._epoch(), seq)))
+        return bool(self.end_words(seq).aborted_by(tag(self._epoch(), seq)))
 
     # -- exclusion of ranks
 
@@ -282,7 +282,7 @@ class Wire(ABC):
             self.interrupt()
             self._show(self.op, seq, [peer])
             now = time.monotonic()
-            if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
+            if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_aborted(seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)

@@ -56,8 +56,8 @@ from ...config import BufferConfig
 from ...control.header import OP_SYNC
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
+from ...latency.call import PendingCall
 from ...latency.cpu import CpuLatencyHandle, LatencyCalls
-from ...latency.pending_call import PendingCall
 from ...latency.region import SectionCut, checked_cut, section_bytes
 from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
 from ...latency.types import (

@@ -51,8 +51,9 @@ from ...control.sync import sync
 from ...epoch_memory import Memory
 from ...paths import Making
 from ...throughput.placement import Ints
+from ..call import PendingCall
 from ..cpu import CpuLatencyHandle, LatencyCalls
-from ..pending_call import PendingCall, PendingCalls
+from ..pending_call import PendingCalls
 from ..region import HEAD_WORDS, RegionFields, RegionWords, SectionCut, checked_cut, region_layout
 from ..rows import FP8, Floats, WireRows, as_sent, partial_sums, sum_over_ranks
 from ..types import (

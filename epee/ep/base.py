@@ -221,10 +221,6 @@ class SharedBuffer:
     ) -> None:
         self.close()
 
-    def _attempt(self, op: int, timeout: float | None) -> CallAttempt:
-        """Return the context manager of a collective call."""
-        return CallAttempt(self._exchange, self._path, op, timeout, self._timeout)
-
     @ranged
     def barrier(self, timeout: float | None = None) -> None:
         """Let all ranks meet. Collective.
@@ -242,7 +238,7 @@ class SharedBuffer:
         with self._turns.queue(), self._turns:
             if timeout is None and self._path.barrier_again(self._timeout):
                 return None
-            attempt = self._attempt(self._path.barrier_op, timeout)
+            attempt = CallAttempt(self._exchange, self._path, self._path.barrier_op, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     return self._path.barrier(deadline)
@@ -263,7 +259,7 @@ class SharedBuffer:
             EpeeError: the errors of `dispatch`.
         """
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_GATHER, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_GATHER, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     if not isinstance(data, bytes):
@@ -310,7 +306,7 @@ class SharedBuffer:
             if active_ranks is not None or self.config.is_synced:
                 mask = check_mask(self.config, active_ranks)
                 return self._path.sync(mask, time.monotonic() + check_timeout(timeout, self._timeout))
-            attempt = self._attempt(OP_SYNC, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_SYNC, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     if self.config.num_hosts > 1:

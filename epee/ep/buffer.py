@@ -23,7 +23,7 @@ from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
 from ..values import shown
-from .attempt import CallsAgain
+from .attempt import CallAttempt, CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
 from .config import BufferConfig
@@ -387,7 +387,7 @@ class Buffer(SharedBuffer):
     ) -> Dispatched:
         """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_DISPATCH, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_DISPATCH, timeout, self._timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
                     if carries_gradient(x, others[0]):
@@ -455,7 +455,7 @@ class Buffer(SharedBuffer):
         """Run a combine by the ordinary path, as `_dispatch`."""
         topk_weights, bias, _ = others
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_COMBINE, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_COMBINE, timeout, self._timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
                     if carries_gradient(y, topk_weights, bias):

@@ -346,8 +346,11 @@ def check_dispatch(
         raise InvalidArgument(
             f"layout must be 'rank' or 'expert', got {shown(layout)}; 'expert' groups the rows by expert"
         )
-    _check_alignment(expert_alignment)
-    most = _check_capacity(capacity, handle, layout)
+    if not is_whole(expert_alignment, 1, MAX_EXPERT_ALIGNMENT):
+        raise InvalidArgument(
+            f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {shown(expert_alignment)}"
+        )
+    most = None if capacity is None else _check_capacity(capacity, handle, layout)
     if handle is not None:
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
@@ -371,17 +374,8 @@ def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig)
     return torch.where(is_there[topk_idx.div(config.num_local_experts, rounding_mode="floor")], topk_idx, -1)
 
 
-def _check_alignment(expert_alignment: object) -> None:
-    if not is_whole(expert_alignment, 1, MAX_EXPERT_ALIGNMENT):
-        raise InvalidArgument(
-            f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {shown(expert_alignment)}"
-        )
-
-
-def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int | None:
-    """Return the rows that each rank keeps, or None for all."""
-    if capacity is None:
-        return None
+def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int:
+    """Return the rows that each rank keeps."""
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
         raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {shown(capacity)}")
     if handle is not None:

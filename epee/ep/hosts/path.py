@@ -49,7 +49,7 @@ from ...link.topology import Roles, Topology
 from ...memory.arena import Arena
 from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
-from ..config import BufferConfig, round_up
+from ..config import BufferConfig
 from ..control.header import ExchangedRows, combine_header, dispatch_header
 from ..control.messages import ControlPlaneOver
 from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
@@ -58,7 +58,7 @@ from ..streams import Lane, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding
 from ..throughput.order import RANKS_THEN_BIAS
 from ..throughput.partial import lost_weight
-from ..throughput.placement import Ints, SendPlan
+from ..throughput.placement import Ints, SendPlan, aligned
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .assembly import Assembly, CallPlacement
 from .exchange import HostsExchange
@@ -229,9 +229,8 @@ class HostsPath(PathOverHosts):
         engine has retired it, which has happened by then.
         """
         handle = self._new_handle(call, met) if call.handle is None else _own(call.handle)
-        arena, _ = self._arenas.of(call.layout, call.expert_alignment)
-        arena.pool.reclaim(self.exchange.seq)
-        arena.pool.passed(self.exchange.seq + 1)  # no other rank has it mapped
+        seq = self.exchange.seq
+        arena, _ = self._arenas.of(call.layout, call.expert_alignment, seq, seq + 1)  # no other rank has it mapped
         slot = self._arenas.take(arena)
         try:
             return _Begun(self._plan_records(call, handle, met, arena, slot), handle, arena, slot)
@@ -294,7 +293,7 @@ class HostsPath(PathOverHosts):
         """Return the first row of each (source, local expert), and how many it has."""
         first = self.config.num_ranks + handle.by_host.first_expert
         mine = rows.counts[:, first : first + self.config.num_local_experts]
-        padded = np.array([round_up(int(count), handle.expert_alignment) for count in mine.sum(0)], dtype=np.int64)
+        padded = aligned(mine.sum(0), handle.expert_alignment)
         return padded.cumsum() - padded + mine.cumsum(0) - mine, mine
 
     def _with_meta(self, call: DispatchCall, handle: CpuHandle, plan: RecordsPlan) -> CpuHandle:

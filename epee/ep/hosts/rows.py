@@ -70,10 +70,9 @@ class OwnRow:
         self.data, self.header, self.signature, self.name = data, header, signature, name
         self.found = bytearray(num_ranks * len(data))
 
-    def newest_mark(self, members: Sequence[int]) -> int:
-        """Return the highest mark of the rows of these ranks."""
-        length, found = len(self.data), self.found
-        return max([_MARK.unpack_from(found, rank * length)[0] for rank in members])
+    def marks(self) -> memoryview:
+        """Return the marks of the rows, by rank."""
+        return memoryview(self.found).cast("Q")[:: len(self.data) // MARK_BYTES]
 
     def plan(self, peer_regions: PeerRegions) -> RowsPlan:
         """Plan their exchange."""

@@ -18,7 +18,7 @@ from ...gpu.platform import Platform
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
-from ..attempt import CallsAgain
+from ..attempt import CallAttempt, CallsAgain
 from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
@@ -282,7 +282,7 @@ class LatencyBuffer(SharedBuffer):
     ) -> LatencyDispatched:
         """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_DISPATCH, timeouts[0])
+            attempt = CallAttempt(self._exchange, self._path, OP_DISPATCH, timeouts[0], self._timeout)
             while True:
                 with attempt, self._lanes.lane(check_run_options(*run)) as lane:
                     if carries_gradient(x, others[1]):
@@ -357,7 +357,7 @@ class LatencyBuffer(SharedBuffer):
     ) -> LatencyCombined:
         """Run a combine by the ordinary path, as `_dispatch`."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_COMBINE, timeouts[0])
+            attempt = CallAttempt(self._exchange, self._path, OP_COMBINE, timeouts[0], self._timeout)
             while True:
                 with attempt, self._lanes.lane(check_run_options(*run)) as lane:
                     if carries_gradient(y, others[0]):

@@ -110,22 +110,27 @@ class CpuPath(Path):
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         limit_s = deadline - time.monotonic()
-        arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
+        exchange, last_seq = self.exchange, self.exchange.engine.seq
+        arena, alignment = self.arenas.of(call.layout, call.expert_alignment, last_seq, exchange.settled)
         slot = self.arenas.take(arena)
         counts = call.plan.counts if call.plan is not None else None
-        last_seq = self.exchange.seq
         try:
             header = dispatch_header(call, self.rank, slot, alignment)
-            rows = self.exchange.call(header, counts, arena.region.blob, deadline)
-            handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
+            rows = exchange.call(header, counts, arena.region.blob, deadline)
+            if call.handle is None:
+                place = CallPlace(self._buffer_id, exchange.engine.seq, exchange.epoch, self.rank)
+                may_lose = exchange.reduced_members is not None or not exchange.membership.raises
+                handle = new_handle(call, rows, place, self.config, may_lose)
+            else:
+                handle = _own(call.handle)
             # Ranks that have the payload of all complete the call, so one that times out now is alone with that: a
             # rank whose row came late has the whole timeout for its payload.
             deadline = max(deadline, time.monotonic() + limit_s)
             slots = self.arenas.attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
-            self.exchange.wait_data(deadline)
+            exchange.wait_data(deadline)
             result = self._receive(call, handle, arena, slot)
-            self.exchange.close_call()
+            exchange.close_call()
             return result
         except BaseException as error:
             self.arenas.let_go(arena, slot, last_seq)
@@ -133,18 +138,17 @@ class CpuPath(Path):
             is_loss = isinstance(error, Moved) or (
                 isinstance(error, PeerError) and is_own(error) and not isinstance(error, NoQuorumError)
             )
-            if self.exchange.seq > last_seq and not is_loss:
-                self.exchange.abandon()  # peers may wait for rows that will not arrive
+            if exchange.engine.seq > last_seq and not is_loss:
+                exchange.abandon()  # peers may wait for rows that will not arrive
             raise
 
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
-        layout = call.handle.layout
-        arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)
+        layout, last_seq = call.handle.layout, self.exchange.engine.seq
+        arena, alignment = self.arenas.of(layout, call.handle.expert_alignment, last_seq, self.exchange.settled)
         slot = arena.leased_input(call.y) if call.y.numel() else None
         is_staged = slot is not None
         slot = self.arenas.take(arena) if slot is None else slot
-        last_seq = self.exchange.seq
         try:
             self._stage(call, arena, slot, is_staged)
             header = combine_header(call, self.rank, slot, alignment)
@@ -158,7 +162,8 @@ class CpuPath(Path):
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
-        arena, _ = self.arenas.of(handle.layout, handle.expert_alignment)
+        seq = self.exchange.engine.seq
+        arena, _ = self.arenas.of(handle.layout, handle.expert_alignment, seq, self.exchange.settled)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype, device="cpu")
         slot = self.arenas.take(arena)
@@ -176,12 +181,6 @@ class CpuPath(Path):
         self.arenas.close()
 
     # -- dispatch
-
-    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> CpuHandle:
-        exchange = self.exchange
-        may_lose = not (exchange.membership.raises and exchange.reduced_members is None)
-        place = CallPlace(self._buffer_id, exchange.seq, exchange.epoch, self.rank)
-        return new_handle(call, rows, place, self.config, may_lose)
 
     def _send(self, call: DispatchCall, handle: CpuHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
@@ -201,17 +200,20 @@ class CpuPath(Path):
                 continue
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
             for name, source, index, segments in parts:
-                for segment in segments.get(dst_rank, ()):
-                    place = rows_of(target, slot, name, segment.dst_row, segment.num_rows, source.shape[1])
-                    write_rows(source, index, segment, place)
+                if dst_rank in segments:
+                    field, width = target.array(slot, name), source.shape[1]
+                    places = field[: len(field) // width * width].reshape(-1, width)
+                    for segment in segments[dst_rank]:
+                        place = places[segment.dst_row : segment.dst_row + segment.num_rows]
+                        write_rows(source, index, segment, place)
 
     def _receive(self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
-            meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
+            meta = arena.array(slot, "meta")[: sum(handle.placement.num_received) * words].reshape(-1, words)
             handle = with_meta(call, handle, meta, self.rank * self.config.num_local_experts)
         clear_padding(call.payload, handle.placement.padding, arena, slot)
-        x = self.arenas.result(call.payload, handle.num_recv, arena, slot)
+        x = self.arenas.result(call.payload, handle.placement.num_recv, arena, slot)
         return dispatched(call, handle, x, self._lost())
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
@@ -241,9 +243,9 @@ class CpuPath(Path):
     def _rows_for_others(self, handle: CpuHandle) -> tuple[tuple[int, int], ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
         if handle.layout == "expert":
-            return ((0, handle.num_recv),)
-        first = sum(handle.num_received[: self.rank])
-        return (0, first), (first + handle.num_received[self.rank], handle.num_recv)
+            return ((0, handle.placement.num_recv),)
+        first = sum(handle.placement.num_received[: self.rank])
+        return (0, first), (first + handle.placement.num_received[self.rank], handle.placement.num_recv)
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: ExchangedRows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden

@@ -21,7 +21,7 @@ import torch
 from ...arrays import array_of
 from ...errors import InvalidArgument, ProtocolError
 from ...gpu.payload import overflow
-from ..config import BufferConfig, round_up
+from ..config import BufferConfig
 
 # Routing is small integer work: numpy does it with a third of torch's cost per operation.
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -225,8 +225,13 @@ def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferC
     """Return how many rows each rank will hold, padding included."""
     if layout == "rank":
         return [sum(column) for column in zip(*counts.per_rank, strict=True)]
-    padded = -(-counts.per_expert.sum(0) // alignment) * alignment
+    padded = aligned(counts.per_expert.sum(0), alignment)
     return padded.reshape(config.num_ranks, config.num_local_experts).sum(1).tolist()
+
+
+def aligned(counts: Ints, alignment: int) -> Ints:
+    """Return counts of the rows of experts rounded up to the alignment: the sizes of their blocks."""
+    return counts if alignment == 1 else -(-counts // alignment) * alignment
 
 
 def place(counts: Counts, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
@@ -236,9 +241,7 @@ def place(counts: Counts, rank: int, layout: str, alignment: int, config: Buffer
     num_received = [row[rank] for row in counts.per_rank]
     first = rank * config.num_local_experts
     mine = counts.per_expert[:, first : first + config.num_local_experts]
-    per_expert = mine.sum(0).tolist()
-    if alignment > 1:
-        per_expert = [round_up(count, alignment) for count in per_expert]
+    per_expert = aligned(mine.sum(0), alignment).tolist()
     if layout == "rank":
         return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
     segments = _segments_by_expert(counts.per_expert, rank, alignment, config)
@@ -257,19 +260,19 @@ def _segments_by_rank(num_sent: list[int], base: list[int]) -> list[Segment]:
 
 
 def _segments_by_expert(per_expert: Ints, rank: int, alignment: int, config: BufferConfig) -> list[Segment]:
-    totals = per_expert.sum(0).tolist()
+    padded = aligned(per_expert.sum(0), alignment).tolist()
     before = per_expert[:rank].sum(0).tolist()
     num_sent = per_expert[rank].tolist()
     segments = []
     first = block = 0
-    for expert, total in enumerate(totals):
+    for expert, num_rows in enumerate(padded):
         if expert % config.num_local_experts == 0:
             block = 0
         if num_sent[expert]:
             dst_rank = expert // config.num_local_experts
             segments.append(Segment(dst_rank, first, num_sent[expert], block + before[expert]))
         first += num_sent[expert]
-        block += round_up(total, alignment)
+        block += num_rows
     return segments
 
 

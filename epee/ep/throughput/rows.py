@@ -87,10 +87,10 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     return packed
 
 
-def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
-    """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
-
-    That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
+def received_meta(
+    call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int
+) -> dict[str, torch.Tensor | None]:
+    """Copy what travelled beside the rows out of the slot, and return it as fields of the handle.
 
     Expert ids become ids among this rank's experts (the first one is `first_expert`), -1 where not local. Ids and
     source tokens are a peer's word: the former cannot leave the local range, the latter are only handed on.
@@ -107,7 +107,7 @@ def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_exper
             news.update(recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
         news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
         news["sent_weights"] = None if weights is None else weights.clone()
-        return _with(handle, call, news)
+        return news
     local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
     if call.handle is None:
         news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
@@ -122,21 +122,13 @@ def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_exper
         received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
         received[local < 0] = 0
         news["recv_weights"] = torch.from_numpy(received)
-    return _with(handle, call, news)
-
-
-def _with(handle: CpuHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> CpuHandle:
-    if call.handle is not None:
-        return replace(handle, **news)  # type: ignore[arg-type]
-    for name, value in news.items():
-        setattr(handle, name, value)
-    return handle
+    return news
 
 
 def _expert_weights(handle: CpuHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
     rows = handle.placement.recv_rows
     assert rows is not None
-    weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
+    weights = np.zeros(handle.placement.num_recv, dtype=np.float32 if received is None else received.dtype)
     weights[array_of(rows)] = 1 if received is None else received
     return torch.from_numpy(weights)
 
@@ -203,8 +195,15 @@ def new_handle(
 
 
 def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
-    """Return the handle with what travelled beside the rows, as `received_meta`, and what follows from that."""
-    handle = received_meta(call, handle, meta, first_expert)
+    """Return the handle with what travelled beside the rows (`received_meta`), and what follows from that.
+
+    That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
+    """
+    news = received_meta(call, handle, meta, first_expert)
+    if call.handle is not None:
+        handle = replace(handle, **news)  # type: ignore[arg-type]
+    else:
+        handle.__dict__.update(news)
     if handle.num_dropped_rows:
         slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
         handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
@@ -223,11 +222,11 @@ def dispatched(call: DispatchCall, handle: CpuHandle, x: Payload, lost: tuple[in
         # copies: the handle's own must not change with what the user does to these
         topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
         topk_weights=None if weights is None else weights.clone(),
-        num_tokens_per_expert=handle.num_tokens_per_expert,
+        num_tokens_per_expert=list(handle.placement.num_tokens_per_expert) if handle.with_topk else [],
         handle=handle,
         event=DONE,
-        num_ranks=len(handle.num_received),
+        num_ranks=len(handle.placement.num_received),
         epoch=handle.epoch,
         lost_ranks=lost,
-        num_dropped=handle.num_dropped,
+        num_dropped=None if handle.capacity is None else handle.num_dropped,
     )

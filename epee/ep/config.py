@@ -177,15 +177,15 @@ class BufferConfig:
         return Layout(
             Field("payload", torch.int64, (rows * self.row_words,)),
             Field("scales", torch.int32, (rows * self.scale_words,)),
-            Field("meta", torch.int64, (rows * self.meta_words(layout),)),
+            Field("meta", torch.int64, (rows * self.meta_words[layout],)),
             Field("topk_weights", self.weight_dtype, (rows * per_row,)),
         )
 
-    def meta_words(self, layout: str) -> int:
-        """Return how many 8-byte words travel beside a row (`throughput/rows.py` says which)."""
-        if layout == "expert":
-            return 2
-        return 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)
+    @cached_property
+    def meta_words(self) -> dict[str, int]:
+        """The number of 8-byte words that travel beside a row of each layout (`throughput/rows.py` defines them)."""
+        rank = 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)
+        return {"rank": rank, "expert": 2}
 
     def words(self) -> tuple[int, ...]:
         """Return the fields as integers, in order, for the comparison between ranks."""

@@ -24,6 +24,7 @@ dict; the owner's thread drains it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -214,7 +215,7 @@ class Arena(Slots):
         tensors = []
         for field in fields:
             start = self.slot_layout.offset(field.name)
-            count = field.nbytes // field.dtype.itemsize
+            count = math.prod(field.shape)
             tensors.append(torch.frombuffer(memory, dtype=field.dtype, count=count, offset=start).view(field.shape))
         # a weak reference fires only while it lives itself, so it is kept until the slot is leased again
         self._watched[slot] = weakref.ref(memory, self.pool.lease(slot, purpose))

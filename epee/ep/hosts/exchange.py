@@ -40,34 +40,33 @@ from ..config import BufferConfig
 from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
 from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .rows import CallPatience, MemberRows, OwnRow, RowExchange
+from .rows import CallPatience, OwnRow, RowExchange
 
 
 class Step:
     """A step between its first call and its last.
 
     Args:
-        run: makes an engine call.
-        read: reads and checks the rows of a call that has ended; raises what all ranks raise.
+        exchange: of the buffer.
         row: of this rank.
+        patience: of each of its calls: a rank that has finished one waits anew in the next.
 
     Attributes:
         met: the current input of its plan.
     """
 
-    def __init__(
-        self, run: Callable[[Make], Operation], read: Callable[[OwnRow, Operation], MemberRows], row: OwnRow
-    ) -> None:
-        self._run, self._read, self._row = run, read, row
-        self.met = read(row, run(row.plan))
+    def __init__(self, exchange: HostsExchange, row: OwnRow, patience: CallPatience) -> None:
+        self._exchange, self._row, self._patience = exchange, row, patience
+        self.met = exchange._read(row, exchange.run(row.plan, patience))
 
     def move(self, plan: Plan) -> bool:
         """Run a plan that was made by `met`; False: the members have changed, `met` is another, plan anew."""
         met, row = self.met, self._row
-        op = self._run(lambda peer_regions: plan if met.serves(peer_regions) else row.plan(peer_regions))
+        exchange = self._exchange
+        op = exchange.run(lambda now: plan if met.serves(now) else row.plan(now), self._patience)
         if op.plan is plan:
             return True
-        self.met = self._read(row, op)
+        self.met = exchange._read(row, op)
         return False
 
 
@@ -109,10 +108,7 @@ class HostsExchange(RowExchange):
         """Number of the last call; equal on all ranks in the same call. 0 while this rank joins."""
         return self.engine.seq if self.has_engine else 0
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that are visible to the peers, or will be."""
-        return self.seq
+    num_calls = seq  # visible to the peers, or to be
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; as
@@ -132,9 +128,7 @@ class HostsExchange(RowExchange):
 
     def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:
         """Send this rank's row and return a step with the rows of all ranks, which moves the data; raises as `call`."""
-        # for each of its calls: a rank that has finished one waits anew in the next
-        patience = CallPatience.until(deadline)
-        return Step(lambda make: self.run(make, patience), self._read, self._row(header, counts, b""))
+        return Step(self, self._row(header, counts, b""), CallPatience.until(deadline))
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Send this rank's row, as one that refuses the call, and wait for no rank."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ class SectionLayout(NamedTuple):
 
 def _widest(config: BufferConfig) -> SectionLayout:
     """Return the layout of a section of the widest records."""
-    return SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+    return SectionLayout(1 + config.meta_words["rank"], config.row_words, config.scale_words)
 
 
 def _wished_length(config: BufferConfig) -> int:
@@ -100,6 +101,7 @@ def _wished_length(config: BufferConfig) -> int:
     return min(config.max_tokens_per_rank, max(CHUNK_TOKENS, CHUNK_BYTES // record))
 
 
+@lru_cache(maxsize=8)  # the same for all calls of a buffer
 def dispatch_length(config: BufferConfig, num_hosts: int, staged: int) -> int:
     """Return the tokens of a round of a dispatch, whatever its payload.
 

@@ -277,7 +277,7 @@ class HostsPath(PathOverHosts):
         is_fresh = call.handle is None
         meta, topology = None, self._places.of(met.peer_regions)
         if is_fresh or call.topk_weights is not None:
-            meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
+            meta = pack_tokens(call, handle.num_topk, self.config.meta_words["rank"])
         length = dispatch_length(self.config, topology.num_hosts, met.peer_regions.staging_bytes)
         return RecordsPlan(
             Roles(topology, met.members),
@@ -313,7 +313,7 @@ class HostsPath(PathOverHosts):
         return with_meta(call, handle, np.concatenate(mine), by_host.first_expert)
 
     def _slots(self, call: DispatchCall, handle: CpuHandle, source: int, meta: Ints) -> Ints:
-        """Return slot and weight of each row of a source in the expert layout, as `received_meta` reads them."""
+        """Return slot and weight of each row of a source in the expert layout, as `with_meta` reads them."""
         records, k = handle.by_host.slots[source]
         packed = np.zeros((len(records), 2), dtype=np.int64)
         packed[:, 0] = handle.by_host.received[source].tokens[records] * handle.num_topk + k

@@ -189,7 +189,7 @@ class CpuPath(Path):
         parts = [("payload", array_of(call.payload.rows), tokens, segments)]
         if call.payload.scales is not None:
             parts.append(("scales", array_of(call.payload.scales), tokens, segments))
-        packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
+        packed = pack_meta(call, handle, self.config.meta_words[handle.layout])
         if packed is not None and handle.layout == "rank":
             parts.append(("meta", packed, tokens, segments))
         elif packed is not None:
@@ -209,7 +209,7 @@ class CpuPath(Path):
 
     def _receive(self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
-            words = self.config.meta_words(handle.layout)
+            words = self.config.meta_words[handle.layout]
             meta = arena.array(slot, "meta")[: sum(handle.placement.num_received) * words].reshape(-1, words)
             handle = with_meta(call, handle, meta, self.rank * self.config.num_local_experts)
         clear_padding(call.payload, handle.placement.padding, arena, slot)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...arrays import NUMPY_DTYPES, Array, array_of
@@ -87,10 +86,10 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     return packed
 
 
-def received_meta(
-    call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int
-) -> dict[str, torch.Tensor | None]:
-    """Copy what travelled beside the rows out of the slot, and return it as fields of the handle.
+def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
+    """Copy what travelled beside the rows out of the slot, and return the handle that knows it and what follows.
+
+    That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
 
     Expert ids become ids among this rank's experts (the first one is `first_expert`), -1 where not local. Ids and
     source tokens are a peer's word: the former cannot leave the local range, the latter are only handed on.
@@ -105,32 +104,37 @@ def received_meta(
         if call.handle is None:
             token, k = np.divmod(meta[:, 0], handle.num_topk)
             news.update(recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
-        news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
+        rows = handle.placement.recv_rows
+        assert rows is not None
+        expanded = np.zeros(handle.placement.num_recv, dtype=np.float32 if dtype is None else dtype)
+        expanded[array_of(rows)] = 1 if dtype is None else meta[:, 1:].view(dtype)[:, 0]
+        news["recv_weights"] = torch.from_numpy(expanded)
         news["sent_weights"] = None if weights is None else weights.clone()
-        return news
-    local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
+    else:
+        local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
+        if call.handle is None:
+            news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
+            if call.topk_idx is not None:
+                local = meta[:, 1 : 1 + handle.num_topk] - first_expert
+                # as unsigned numbers, ids below 0 are too large as well
+                local[local.view(np.uint64) >= len(handle.placement.num_tokens_per_expert)] = -1
+                news["recv_topk_idx"] = torch.from_numpy(local)
+        news["recv_weights"] = None
+        if dtype is not None:
+            assert local is not None
+            received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
+            received[local < 0] = 0
+            news["recv_weights"] = torch.from_numpy(received)
     if call.handle is None:
-        news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
-        if call.topk_idx is not None:
-            local = meta[:, 1 : 1 + handle.num_topk] - first_expert
-            # as unsigned numbers, ids below 0 are too large as well
-            local[local.view(np.uint64) >= len(handle.placement.num_tokens_per_expert)] = -1
-            news["recv_topk_idx"] = torch.from_numpy(local)
-    news["recv_weights"] = None
-    if dtype is not None:
-        assert local is not None
-        received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
-        received[local < 0] = 0
-        news["recv_weights"] = torch.from_numpy(received)
-    return news
-
-
-def _expert_weights(handle: CpuHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
-    rows = handle.placement.recv_rows
-    assert rows is not None
-    weights = np.zeros(handle.placement.num_recv, dtype=np.float32 if received is None else received.dtype)
-    weights[array_of(rows)] = 1 if received is None else received
-    return torch.from_numpy(weights)
+        handle.__dict__.update(news)
+    else:
+        if weights is not None and handle.routing is not None:
+            handle = replace(handle, routing=handle.routing._replace(topk_weights=weights.clone()))
+        handle = replace(handle, **news)  # type: ignore[arg-type]
+    if handle.num_dropped_rows:
+        slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
+        handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
+    return handle
 
 
 class CallPlace(NamedTuple):
@@ -192,24 +196,6 @@ def new_handle(
         num_dropped_rows=num_dropped,
         capacity=call.capacity,
     )
-
-
-def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
-    """Return the handle with what travelled beside the rows (`received_meta`), and what follows from that.
-
-    That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
-    """
-    news = received_meta(call, handle, meta, first_expert)
-    if call.handle is not None:
-        handle = replace(handle, **news)  # type: ignore[arg-type]
-    else:
-        handle.__dict__.update(news)
-    if handle.num_dropped_rows:
-        slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
-        handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
-    if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
-        handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
-    return handle
 
 
 def dispatched(call: DispatchCall, handle: CpuHandle, x: Payload, lost: tuple[int, ...]) -> Dispatched:

@@ -1,7 +1,4 @@
-"""The membership as used by a buffer's calls, for buffers whose members never change.
-
-For buffers whose ranks die, are voted out and rejoin, `hosts/member_sync.py` derives from it.
-"""
+"""The membership as used by a buffer's calls; `hosts/member_sync.py` derives that of a buffer of one host from it."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ class Agreed(NamedTuple):
 
 
 class Membership:
-    """The membership, as used by the calls of a buffer; this one is of the ranks it was made with, which never change.
-
-    Args:
-        lent_bytes: of this rank's outbox, or the memory that it lends to an epoch.
+    """The membership, as used by the calls of a buffer; this one is of buffers over hosts, whose engine has it.
 
     Attributes:
         forget: called when an epoch is over: drops what belonged to it.
@@ -37,7 +31,7 @@ class Membership:
             then.
         raises: whether a loss is an error.
         takes_replacements: whether a process that replaces a lost rank is admitted.
-        lent_bytes: as the argument.
+        lent_bytes: of this rank's outbox, or the memory that it lends to an epoch.
         number: of the buffer, alike on all its ranks; 0: they have not agreed on one.
         has_shown: whether the ranks for which a call waits are published, so that `hide` has something to do.
         must_turn: whether `turn` has something to do before the next call.
@@ -46,17 +40,8 @@ class Membership:
     raises = True
     takes_replacements = False
     must_turn = counts_entering = has_shown = False
-    number = 0
-
-    def __init__(self, lent_bytes: int) -> None:
-        self.lent_bytes = lent_bytes
-        self.forget: Callable[[], None] = self.close
-
-    def check(self, src: int) -> None:
-        """Check for changes in a wait; raises what ends it."""
-
-    def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Publish the ranks for which a call waits."""
+    number = lent_bytes = 0
+    forget: Callable[[], None]
 
     def hide(self) -> None:
         """Publish that no call waits."""
@@ -64,29 +49,8 @@ class Membership:
     def call_it(self, text: str) -> None:
         """Show the buffer's name in hang reports."""
 
-    def await_end_of(self, rank: int, deadline: float) -> bool:
-        """Wait until a rank has left the view; return False when it stays."""
-        return False
-
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""
-
-    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
-        """Agree on the members, and return the agreement; the only rank of a group is the only member.
-
-        Args:
-            counted: bits of the ranks that this one counts on.
-            deadline: `time.monotonic()` value.
-            used: the last number that calls of this rank have used, if numbers continue.
-        """
-        return Agreed(0, (0,))
-
-    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
-        """As `agree`; where a `sync` is a step of its own, this rank has entered the epoch as well on return."""
-        return self.agree(counted, deadline, used)
-
-    def note_agreed(self, agreed: Agreed) -> None:
-        """Record that the caller of `agree` has its result."""
 
     def close(self) -> None:
         """Release all memory."""

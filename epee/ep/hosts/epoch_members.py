@@ -120,7 +120,8 @@ class EpochMembersOfEngine(MembersOfEngine):
 
     def join(self, deadline: float) -> None:
         """Enter, as a replacement that the members of the engine have admitted in their `sync`; raises as `sync`."""
-        self.note_agreed(self.sync((1 << self._config.num_ranks) - 1, 0, deadline))
+        self.sync((1 << self._config.num_ranks) - 1, 0, deadline)
+        self.note_agreed()
         self._exchange.announce()
 
     def is_calm(self) -> bool:

@@ -89,7 +89,7 @@ class HostsExchange(RowExchange):
 
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         super().__init__(config, rank, interrupt)
-        self.membership = Membership(0)
+        self.membership = Membership()
 
     def use(self, engine: Engine) -> None:
         """Run the next call with an engine: the first one, or that with which this rank has returned."""

@@ -608,7 +608,7 @@ class MembersOfEngine(Membership):
         self._note(found)
         return self._enter(deadline)
 
-    def note_agreed(self, agreed: Agreed) -> None:
+    def note_agreed(self) -> None:
         """Record that the caller of `sync` has its result, and that the next one is another."""
         self._returned = self._exchange.num_agreed
 

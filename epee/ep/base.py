@@ -33,7 +33,6 @@ from .config import BufferConfig
 from .control.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.header import OP_DISPATCH, OP_GATHER, OP_SYNC
-from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .hosts.rows import RowExchange
 from .job import job_handle_of
@@ -122,12 +121,11 @@ class SharedBuffer:
         else:
             self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
-            self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
             with on_gpu(self.config.device.index):
                 self._path: Path
                 if not spans:
-                    making = Making(self.config, self.rank, self._control, self._id, watch, closing)
+                    making = Making(self.config, self.rank, self._exchange, self._id, watch, closing)
                     self._path = self._make_path(making, platform, poison)
                 else:
                     self._path = path = self._make_path_over_hosts(self._topology, job_handle, poison)
@@ -264,7 +262,7 @@ class SharedBuffer:
                 with attempt as deadline:
                     if not isinstance(data, bytes):
                         raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
-                    return self._control.all_gather_bytes(data, deadline)
+                    return self._exchange.all_gather_bytes(data, deadline)
 
     def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
         """Agree with the other ranks on the members. Collective for all living ranks; a barrier of their CPU threads.
@@ -311,7 +309,7 @@ class SharedBuffer:
                 with attempt as deadline:
                     if self.config.num_hosts > 1:
                         return self._path.sync(None, deadline)
-                    self._control.all_gather_bytes(b"", deadline, OP_SYNC)
+                    self._exchange.all_gather_bytes(b"", deadline, OP_SYNC)
                     return mask_of(self._exchange.members, self.num_ranks)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:

@@ -267,10 +267,14 @@ class Buffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
+        from .hosts.exchange import HostsExchange
         from .hosts.path import HostsPath
 
+        exchange = self._exchange
+        assert isinstance(exchange, HostsExchange)
+
         self._check_on_cpu()
-        self._rows = HostsPath(self._control, self._id, topology, job_handle, poison)
+        self._rows = HostsPath(exchange, self._id, topology, job_handle, poison)
         return self._rows
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:

@@ -28,13 +28,12 @@ class Meeting:
 
     def __init__(self, errors: int = 0) -> None:
         self.rounds, self.errors, self.taken = 0, errors, 0
-        exchange = SimpleNamespace(members=(0, 1))
-        control: Any = SimpleNamespace(exchange=exchange, config=CONFIG, all_gather_bytes=self._gather)
         view = SimpleNamespace(members=())
         job_handle: Any = SimpleNamespace(is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), lane=LANE)
         admission = SimpleNamespace(expected=lambda: ({0, 1, 2}, set()), take_in=self._take_in)
-        self.assembly = Assembly(control, Any, job_handle)  # type: ignore[arg-type]
-        self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
+        engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))
+        exchange: Any = SimpleNamespace(members=(0, 1), config=CONFIG, all_gather_bytes=self._gather, engine=engine)
+        self.assembly = Assembly(exchange, job_handle)
         self.assembly._job_handle.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
 
     def _gather(self, data: bytes, deadline: float, op: int) -> list[bytes]:

@@ -182,6 +182,11 @@ LABELS = {
 }
 
 
+def reason_bytes(error: BaseException) -> bytes:
+    """Return what the peers will read about a refusal."""
+    return f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
+
+
 def describe_field(name: str, value: int) -> str:
     """Return a field as a user would write it."""
     if name == "capacity":

@@ -152,8 +152,6 @@ class DirectExchange(SyncExchange):
         """Number of the last call of the engine, which others may know of; it names calls and handles."""
         return self.engine.seq if self.has_engine else 0
 
-    num_calls = seq  # visible to the peers, or to be
-
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the epoch, ascending; none before the first."""

@@ -108,8 +108,6 @@ class HostsExchange(RowExchange):
         """Number of the last call; equal on all ranks in the same call. 0 while this rank joins."""
         return self.engine.seq if self.has_engine else 0
 
-    num_calls = seq  # visible to the peers, or to be
-
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; as
         `DirectExchange.call`.

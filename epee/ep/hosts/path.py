@@ -51,7 +51,6 @@ from ...view.group import GroupInView
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
 from ..control.header import ExchangedRows, combine_header, dispatch_header
-from ..control.messages import ControlPlaneOver
 from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
 from ..paths import PathOverHosts
 from ..streams import Lane, RunOptions
@@ -103,7 +102,7 @@ class HostsPath(PathOverHosts):
     """Moves rows between the ranks of several hosts.
 
     Args:
-        control: the buffer's CPU side.
+        exchange: of the buffer's rows.
         buffer_id: goes into handles.
         topology: the placement of the ranks, as far as the outboxes do not name it.
         job_handle: job handle of the group.
@@ -112,19 +111,18 @@ class HostsPath(PathOverHosts):
 
     def __init__(
         self,
-        control: ControlPlaneOver[HostsExchange],
+        exchange: HostsExchange,
         buffer_id: int,
         topology: Topology,
         job_handle: GroupInView,
         poison: bool,
     ) -> None:
-        self.config = config = control.config
+        self.config = config = exchange.config
         self.rank = topology.rank
-        self.control = control
-        self.exchange = exchange = control.exchange
+        self.exchange = exchange
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
-        self._assembly = Assembly(control, exchange.engine, job_handle)
+        self._assembly = Assembly(exchange, job_handle)
         self.takes_replacements = job_handle.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id

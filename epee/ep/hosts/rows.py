@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ...backend.collectives.rounds import cut, lay_out
 from ...engine import Engine
@@ -27,12 +28,25 @@ from ...engine.plan import Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
 from ...errors import EpeeError, InvalidState, NoQuorumError, ProtocolError, context, expected, ignored
-from ..config import BufferConfig
-from ..control.header import REASON_BYTES, ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
+from ...gpu.payload import DTYPE_CODES
+from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
+from ..control.header import (
+    OP_GATHER,
+    REASON_BYTES,
+    REFUSED,
+    ExchangedRows,
+    Header,
+    RowFormat,
+    check_agreed,
+    limits_of,
+    parse_header,
+    reason_bytes,
+)
 from ..control.membership import Membership
 from ..throughput.placement import Ints
 
 _BYTE = np.dtype(np.uint8)
+_BFLOAT16 = DTYPE_CODES.index(torch.bfloat16)  # of calls that move no rows
 _ROWS = "rows of a buffer's call"
 _MARK = struct.Struct("<Q")
 MARK_BYTES = _MARK.size  # at the beginning of a row: what its writer knows, which is no part of the call
@@ -196,6 +210,24 @@ class RowExchange:
         """Send this rank's row and return the rows of all ranks, checked and agreed on."""
         raise NotImplementedError
 
+    def all_gather_bytes(self, data: bytes, deadline: float, op: int = OP_GATHER) -> list[bytes]:
+        """Return the `data` of all ranks, in rank order; one exchange for each `REASON_BYTES` bytes. `op`: of
+        `OPS_OF_CPUS`, the call that the user has made.
+
+        A rank that is not in the view has none. Pieces carry their number, so that none is taken for another when the
+        view changes between two of them.
+        """
+        parts: list[bytes] = [b""] * self.config.num_ranks
+        for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
+            piece = data[first : first + REASON_BYTES]
+            number = 1 + idx % MAX_EXPERT_ALIGNMENT
+            header = Header(op, 0, _BFLOAT16, len(data), expert_alignment=number, rank=self.rank)
+            rows = self.call(header, None, piece, deadline)
+            for rank in rows.parties:
+                parts[rank] += rows.texts[rank][: len(piece)]
+            self.close_call()
+        return parts
+
     def close_call(self) -> None:
         """Record that the caller of the last call has its result."""
         self.engine.latest.op = None
@@ -203,6 +235,11 @@ class RowExchange:
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Send this rank's row, as one that refuses the call, and wait for no rank."""
         raise NotImplementedError
+
+    def refuse(self, op: int, error: BaseException, deadline: float) -> None:
+        """Take part in an exchange as the rank whose arguments were refused, so that the peers are notified at once."""
+        header = Header(op, 0, _BFLOAT16, refused=REFUSED, rank=self.rank)
+        self.publish(header, None, reason_bytes(error), deadline)
 
     def require_results(self, deadline: float) -> None:
         """Raise `InvalidState` if an earlier call has ended otherwise here than on the other ranks."""

@@ -111,9 +111,13 @@ class LatencyBuffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
+        from ..hosts.exchange import HostsExchange
         from ..hosts.latency.path import LatencyHostsPath
 
-        self._rows = path = LatencyHostsPath(self._control, topology, job_handle, poison, self._turns.closing)
+        exchange = self._exchange
+        assert isinstance(exchange, HostsExchange)
+
+        self._rows = path = LatencyHostsPath(exchange, topology, job_handle, poison, self._turns.closing)
         self._make_plans(self.config)
         return path
 

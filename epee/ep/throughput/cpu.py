@@ -72,18 +72,19 @@ class CpuPath(Path):
     """Moves rows through the arenas of one buffer.
 
     Args:
-        making: the parts that it is made of; the row exchange of its CPU side orders the calls.
+        making: the parts that it is made of; the exchange of rows orders the calls.
         poison: fill slots with 0xFF before each use.
 
     Attributes:
         arenas: this rank's, and what it has mapped of the peers'.
     """
 
+    exchange: DirectExchange
+
     def __init__(self, making: Making, poison: bool) -> None:
         self.config = config = making.config
         self.rank = making.rank
-        self.control = making.control
-        self.exchange: DirectExchange = making.control.exchange
+        self.exchange = making.exchange
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
 
@@ -96,7 +97,7 @@ class CpuPath(Path):
         """Agree on the members; raises as `Buffer.sync`."""
         assert active_ranks is not None
         marks = active_ranks.tolist()
-        return sync(self.control, self.exchange.membership, marks, active_ranks, 0, deadline)
+        return sync(self.exchange, self.exchange.membership, marks, active_ranks, 0, deadline)
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been announced to the peers."""

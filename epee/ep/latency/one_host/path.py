@@ -244,8 +244,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
     nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        config, rank, control, _, _, closing = making
-        exchange = control.exchange
+        config, rank, exchange, _, _, closing = making
         members: EpochMembers = exchange.membership
         self._members = members
         self._layout = region_layout(config)
@@ -255,7 +254,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
             config, rank, blank, members.gone, closing.check, members.show, lambda: exchange.epoch, poison
         )
         pending_calls = PendingCalls(wire, lambda: exchange.epoch, members.dead, members.why_gone, members.hide)
-        super().__init__(control, wire, pending_calls, poison)
+        super().__init__(exchange, wire, pending_calls, poison)
         self._members.memory = self
         try:
             if self._members.is_in:
@@ -277,7 +276,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def abort(self) -> None:
         """End a CPU-side call in progress in another thread; others check by themselves."""
-        self.control.exchange.abort()
+        self.exchange.abort()
 
     def close(self) -> None:
         """Drop all views of memory; results of the user are their own. Idempotent."""
@@ -370,4 +369,4 @@ class LatencyCpuPath(LatencyCalls, Memory):
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         num_ranks, members = self.config.num_ranks, self._members
         marks = [1] * num_ranks if active_ranks is None else active_ranks.tolist()
-        return sync(self.control, members, marks, active_ranks, 0, deadline)
+        return sync(self.exchange, members, marks, active_ranks, 0, deadline)

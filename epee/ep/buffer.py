@@ -37,9 +37,9 @@ from .checks import (
     warn_of_gradients,
 )
 from .config import BufferConfig
-from .control.bootstrap import group_of, on_several_hosts, size_of
-from .control.header import OP_COMBINE, OP_DISPATCH
 from .handle import Combined, Dispatched, Handle, Payload
+from .members.bootstrap import group_of, on_several_hosts, size_of
+from .members.header import OP_COMBINE, OP_DISPATCH
 from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
@@ -48,7 +48,7 @@ from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
-    from .hosts.path import HostsPath
+    from .throughput.hosts.path import HostsPath
 
 DispatchLike: TypeAlias = "Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None]"
 
@@ -267,8 +267,8 @@ class Buffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
-        from .hosts.exchange import HostsExchange
-        from .hosts.path import HostsPath
+        from .members.exchange import HostsExchange
+        from .throughput.hosts.path import HostsPath
 
         exchange = self._exchange
         assert isinstance(exchange, HostsExchange)

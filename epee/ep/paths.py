@@ -15,8 +15,8 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
-from .control.header import OP_BARRIER, OPS_OF_CPUS
-from .hosts.rows import RowExchange
+from .members.header import OP_BARRIER, OPS_OF_CPUS
+from .members.rows import RowExchange
 
 
 class Path:

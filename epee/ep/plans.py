@@ -30,7 +30,7 @@ from ..torch_private import MAX_CHECKS, MetadataCheck, metadata_check_of
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch
 from .config import BufferConfig
 from .handle import Handle
-from .hosts.rows import RowExchange
+from .members.rows import RowExchange
 from .throughput.gpu.combine import AnyCombinePlan, find_source
 from .throughput.gpu.dispatch import DispatchPlan, short_key
 from .throughput.gpu.shape import Shape

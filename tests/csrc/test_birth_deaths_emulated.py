@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import epee
-from epee.ep.hosts.gpu_members import GpuMembers
-from epee.ep.hosts.rows import RowExchange
+from epee.ep.members.gpu_members import GpuMembers
+from epee.ep.members.rows import RowExchange
 from epee.errors import RankFailedError
 from epee.memory.shared import process_start_time
 from epee.view.process.detector import is_torn_down

@@ -14,9 +14,9 @@ import torch
 from epee.engine.bootstrap.group_note import Home
 from epee.engine.bootstrap.joining import Place
 from epee.ep.config import BufferConfig
-from epee.ep.hosts import birth, notices
-from epee.ep.hosts.assembly import Assembly
-from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, tell
+from epee.ep.members import birth, notices
+from epee.ep.members.assembly import Assembly
+from epee.ep.members.notices import MAX_NOTICES, BufferNotice, tell
 from epee.errors import InvalidState, RankFailedError, ResourceError
 
 CONFIG = BufferConfig(3, 6, 8, 2, 4, torch.bfloat16)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from epee.ep.checks import GivenRouting, check_dispatch
 from epee.ep.config import BufferConfig
-from epee.ep.control.header import ExchangedRows, dispatch_header
-from epee.ep.hosts.host_records import Records, sent_records
-from epee.ep.hosts.layout import MIN_SUMMED, Parts, SectionLayout, dispatch_length, staging_bytes
+from epee.ep.members.header import ExchangedRows, dispatch_header
+from epee.ep.throughput.hosts.host_records import Records, sent_records
+from epee.ep.throughput.hosts.layout import MIN_SUMMED, Parts, SectionLayout, dispatch_length, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle
 from epee.link.topology import Roles, Topology
 

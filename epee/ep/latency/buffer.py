@@ -22,9 +22,9 @@ from ..attempt import CallAttempt, CallsAgain
 from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
-from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
-from ..control.header import OP_COMBINE, OP_DISPATCH
 from ..job import job_handle_of
+from ..members.bootstrap import group_of, on_several_hosts, size_of, timeout_of
+from ..members.header import OP_COMBINE, OP_DISPATCH
 from ..paths import Making, Path, PathOverHosts
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCalls
@@ -111,8 +111,8 @@ class LatencyBuffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
-        from ..hosts.exchange import HostsExchange
-        from ..hosts.latency.path import LatencyHostsPath
+        from ..members.exchange import HostsExchange
+        from .hosts.path import LatencyHostsPath
 
         exchange = self._exchange
         assert isinstance(exchange, HostsExchange)
@@ -172,7 +172,7 @@ class LatencyBuffer(SharedBuffer):
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         job_handle = job_handle_of(group, config.num_ranks)
-        from ..hosts.notices import awaited_room
+        from ..members.notices import awaited_room
 
         return awaited_room(group, job_handle, config, timeout_of(group))
 

@@ -19,7 +19,7 @@ from ...arrays import plain_tensors
 from ...errors import CommTimeoutError, RankFailedError, context, is_own
 from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
-from ..control.header import REASON_BYTES
+from ..members.header import REASON_BYTES
 from .types import LatencyOptions
 from .wire import LATENCY_COMBINE, OP_NAMES, Patience, SectionHeader, Wire
 

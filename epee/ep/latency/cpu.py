@@ -27,8 +27,8 @@ from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ...gpu.event import DONE
 from ..config import BufferConfig
-from ..control.header import OPS_OF_CPUS
-from ..hosts.rows import RowExchange
+from ..members.header import OPS_OF_CPUS
+from ..members.rows import RowExchange
 from ..paths import Path
 from ..streams import Lane
 from ..throughput.placement import Ints

@@ -2,8 +2,8 @@
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the CPU side, which attaches memory
 at construction and agrees on the members (`sync`), which admits processes that replace lost ranks
-(`hosts/gpu_members.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal calls
-is found; small results are made when they are read (`gpu/results.py`).
+(`members/gpu_members.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal
+calls is found; small results are made when they are read (`gpu/results.py`).
 
 Replacements. A graph contains this rank's addresses, so its memory stays, and it shows the memory's blob in its
 outbox. Before it says that it is ready, all words that other ranks have stored are cleared, and the tags
@@ -49,13 +49,13 @@ from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
 from ..config import BufferConfig
-from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
-from ..control.membership import Agreed
-from ..control.sync import sync
 from ..epoch_memory import TAG_JUMP, CallNumbers, Memory
-from ..hosts.gpu_members import GpuMembers
 from ..losses import death
 from ..making import told_alike
+from ..members.gpu_members import GpuMembers
+from ..members.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
+from ..members.membership import Agreed
+from ..members.sync import sync
 from ..paths import GpuPath, Making
 from ..streams import CURRENT, Lane
 from .checks import check_hook

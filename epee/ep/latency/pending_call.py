@@ -37,7 +37,7 @@ from ...errors import (
     is_own,
 )
 from ...view.protocol.withdrawal import GRACE_S
-from ..control.header import reason_bytes
+from ..members.header import reason_bytes
 from .call import PendingCall
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions

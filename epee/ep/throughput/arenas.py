@@ -21,9 +21,9 @@ from ...memory.layout import Field
 from ...memory.shared import BLOB_BYTES
 from ..checks import PayloadRows
 from ..config import BufferConfig
-from ..control.header import ExchangedRows
 from ..handle import Payload
-from ..hosts.direct import DirectExchange
+from ..members.direct import DirectExchange
+from ..members.header import ExchangedRows
 from .rows import rows_of, typed
 
 

@@ -2,7 +2,7 @@
 
 Dispatch: every rank gives its counts and a slot of its arena to all; from the counts of all ranks each one computes
 where its rows go (`placement.py`) and copies each row there. The source rank writes, into segments that no other rank's
-segments overlap. Order: the exchange of rows (`hosts/direct.py`) comes before the first store into a peer's slot, the
+segments overlap. Order: the exchange of rows (`members/direct.py`) comes before the first store into a peer's slot, the
 data call, which all ranks make, after the last one.
 
 Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
@@ -10,10 +10,10 @@ Combine pulls: a rank puts its expert outputs into a slot of its own arena (or f
 float32 in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
 
 A crash between two steps leaves half-written rows in a slot of an epoch that is over: the dispatch is made again
-without the rank (`hosts/direct.py`), in other arenas; nothing half-written is ever returned. A result that all sources
-have completed stays in its slot: no rank has a grant to write there again.
+without the rank (`members/direct.py`), in other arenas; nothing half-written is ever returned. A result that all
+sources have completed stays in its slot: no rank has a grant to write there again.
 
-Arguments are checked in `checks.py`; data of peers is checked here and in `hosts/rows.py`.
+Arguments are checked in `checks.py`; data of peers is checked here and in `members/rows.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ...errors import (
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall
-from ..control.header import ExchangedRows, Moved, combine_header, dispatch_header
-from ..control.sync import sync
 from ..handle import Combined, CpuHandle, Dispatched, Handle
-from ..hosts.direct import DirectExchange
+from ..members.direct import DirectExchange
+from ..members.header import ExchangedRows, Moved, combine_header, dispatch_header
+from ..members.sync import sync
 from ..paths import Making, Path
 from ..streams import Lane, RunOptions
 from .arenas import Arenas, clear_padding

@@ -20,7 +20,7 @@ from ...memory.fresh import Late
 from ..checks import DispatchCall
 from ..config import BufferConfig
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
-from ..hosts.rows import RowExchange
+from ..members.rows import RowExchange
 from .gpu.dispatch import DispatchPlan
 from .gpu.types import DispatchResult, ThroughputHandle, without_weights
 from .gpu.views import KeptRows

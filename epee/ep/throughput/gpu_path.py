@@ -2,7 +2,7 @@
 
 Data path: a call finds its plan (`gpu/dispatch.py`, `gpu/combine.py`), which launches the kernels; these move the rows,
 from GPU to GPU. The CPU waits for nothing but a dispatch's counts, and only when asked to. The exchange of the CPUs
-(`hosts/epoch_members.py`) attaches memory at construction, and serves `all_gather_bytes` and the reasons of refusals;
+(`members/epoch_members.py`) attaches memory at construction, and serves `all_gather_bytes` and the reasons of refusals;
 no call that moves rows waits for it.
 
 Protocol: GPU calls are counted by the kernels themselves. Every call that one rank makes, the others make as well, so a
@@ -32,12 +32,12 @@ from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM,
 from ...gpu.shapes import ThroughputConfig, slots_of
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS, reason_bytes
-from ..control.sync import sync
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
-from ..hosts.gpu_members import GpuMembers
 from ..making import told_alike
+from ..members.gpu_members import GpuMembers
+from ..members.header import OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS, reason_bytes
+from ..members.sync import sync
 from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
 from ..streams import CURRENT, Lane, RunOptions

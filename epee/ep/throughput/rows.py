@@ -16,8 +16,8 @@ from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import DispatchCall
 from ..config import BufferConfig
-from ..control.header import ExchangedRows
 from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
+from ..members.header import ExchangedRows
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows
 from .placement import place as placed

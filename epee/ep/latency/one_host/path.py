@@ -47,8 +47,8 @@ from ....errors import InvalidState, ProtocolError
 from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
-from ...control.sync import sync
 from ...epoch_memory import Memory
+from ...members.sync import sync
 from ...paths import Making
 from ...throughput.placement import Ints
 from ..call import PendingCall

@@ -10,7 +10,7 @@ older handles are stale.
 
 Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a joiner's memory is
 mapped at the addresses of the previous process's memory, and an older graph stays usable. The steps follow
-`hosts/gpu_members.py`:
+`members/gpu_members.py`:
 
     joiner              makes its memory, with placeholders where the others' will be (`gpu/lent.py`), and waits in
                         `sync`
@@ -44,10 +44,10 @@ from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, Ran
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.params import REMEMBERED_CALLS
 from ....view.process.detector import DeathWatch, is_leaving
-from ...control.membership import Agreed
 from ...epoch_memory import TAG_JUMP, CallNumbers, Memory
-from ...hosts.gpu_members import GpuMembers
 from ...losses import death
+from ...members.gpu_members import GpuMembers
+from ...members.membership import Agreed
 from ...paths import Making
 from .machine import Machine
 from .slots import FIRST_GHOST

@@ -36,8 +36,8 @@ from collections.abc import Callable
 from ...engine.outbox import PeerRegions
 from ...link.topology import Topology
 from ...view.group import GroupInView
-from ..control.header import OP_SYNC
 from .exchange import HostsExchange
+from .header import OP_SYNC
 from .notices import present_ranks
 
 SLICE_S = 0.2  # of the timeout of a meeting, until the ranks exchange again which ranks they still know of

@@ -90,7 +90,10 @@ from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Decision
 from ...view.transport.wire import parse_endpoint
 from ..config import BufferConfig
-from ..control.header import (
+from ..losses import Loss, failure, silent
+from ..throughput.placement import Ints
+from .birth import come_into, tell_of
+from .header import (
     OP_COMBINE,
     OP_DISPATCH,
     OP_NAMES,
@@ -99,11 +102,8 @@ from ..control.header import (
     Header,
     Moved,
 )
-from ..control.membership import Agreed
-from ..losses import Loss, failure, silent
-from ..throughput.placement import Ints
-from .birth import come_into, tell_of
 from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
+from .membership import Agreed
 from .notices import BufferNotice, note_had
 from .rows import CallPatience, RowsPlan
 

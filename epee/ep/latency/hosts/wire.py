@@ -61,10 +61,10 @@ from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
 from ....view.protocol.withdrawal import GRACE_S, Look, Stance, end_behind
 from ...config import BufferConfig
-from ...latency.aborts import ABORTED, FAILED, GATHERED, LOST, EndWords
-from ...latency.region import RegionWords, SectionCut
-from ...latency.rows import Floats
-from ...latency.wire import Patience, SectionHeader, Wire, pack_head
+from ..aborts import ABORTED, FAILED, GATHERED, LOST, EndWords
+from ..region import RegionWords, SectionCut
+from ..rows import Floats
+from ..wire import Patience, SectionHeader, Wire, pack_head
 from .region import Bytes, HostsFields, blank_half, latency_layout, weights_of
 
 

@@ -11,9 +11,9 @@ import torch
 from ...arrays import writing
 from ...errors import EpeeError, MismatchError, expected
 from ..handle import mask_of
-from ..hosts.member_sync import MembersOfEngine
-from ..hosts.rows import RowExchange
 from .header import OP_SYNC, Moved
+from .member_sync import MembersOfEngine
+from .rows import RowExchange
 
 _log = logging.getLogger(__name__)
 

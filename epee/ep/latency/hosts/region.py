@@ -34,9 +34,9 @@ import torch
 from ....memory.layout import Field, Layout, align_up
 from ....memory.shared import SharedRegion
 from ...config import BufferConfig
-from ...latency.aborts import LINE_WORDS
-from ...latency.region import HEAD_WORDS, RegionWords, SectionCut, section_bytes
-from ...latency.rows import Floats, WireRows
+from ..aborts import LINE_WORDS
+from ..region import HEAD_WORDS, RegionWords, SectionCut, section_bytes
+from ..rows import Floats, WireRows
 
 _LINE = 8
 HEAD_BYTES = align_up(8 * HEAD_WORDS, 64)

@@ -1,4 +1,4 @@
-"""The membership as used by a buffer's calls; `hosts/member_sync.py` derives that of a buffer of one host from it."""
+"""The membership as used by a buffer's calls; `members/member_sync.py` derives that of a buffer of one host from it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from ...engine.signature import pack as pack_signature
 from ...errors import EpeeError, InvalidState, NoQuorumError, ProtocolError, context, expected, ignored
 from ...gpu.payload import DTYPE_CODES
 from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
-from ..control.header import (
+from ..throughput.placement import Ints
+from .header import (
     OP_GATHER,
     REASON_BYTES,
     REFUSED,
@@ -42,8 +43,7 @@ from ..control.header import (
     parse_header,
     reason_bytes,
 )
-from ..control.membership import Membership
-from ..throughput.placement import Ints
+from .membership import Membership
 
 _BYTE = np.dtype(np.uint8)
 _BFLOAT16 = DTYPE_CODES.index(torch.bfloat16)  # of calls that move no rows

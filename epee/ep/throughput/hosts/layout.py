@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.limits import MIN_STAGING_BYTES
-from ...link.topology import Roles
-from ...memory.layout import align_up
-from ..config import MAX_TOPK, BufferConfig
-from ..throughput.reduce import accumulator_dtype
+from ....engine.limits import MIN_STAGING_BYTES
+from ....link.topology import Roles
+from ....memory.layout import align_up
+from ...config import MAX_TOPK, BufferConfig
+from ..reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
 CHUNK_BYTES = 2 << 20  # smaller records travel in longer chunks

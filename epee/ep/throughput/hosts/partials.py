@@ -28,16 +28,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...arrays import array_of, plain_tensors, writing
-from ...engine.outbox import PeerRegions
-from ...engine.plan import Plan, Range
-from ...engine.signature import OP_CODE
-from ...engine.signature import pack as pack_signature
-from ...link.topology import Roles
-from ...memory.layout import align_up
-from ..checks import CombineCall
-from ..handle import CpuHandle
-from ..throughput.reduce import accumulator_dtype, put
+from ....arrays import array_of, plain_tensors, writing
+from ....engine.outbox import PeerRegions
+from ....engine.plan import Plan, Range
+from ....engine.signature import OP_CODE
+from ....engine.signature import pack as pack_signature
+from ....link.topology import Roles
+from ....memory.layout import align_up
+from ...checks import CombineCall
+from ...handle import CpuHandle
+from ..reduce import accumulator_dtype, put
 from .layout import Chunks, Parts, combine_length, lent_dtype
 
 _BYTE = np.dtype(np.uint8)

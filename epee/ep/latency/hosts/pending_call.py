@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from ....errors import EpeeError, PeerError
-from ...latency.call import PendingCall
-from ...latency.pending_call import PendingCalls
-from ...latency.wire import LATENCY_DISPATCH, SectionHeader
+from ..call import PendingCall
+from ..pending_call import PendingCalls
+from ..wire import LATENCY_DISPATCH, SectionHeader
 from .wire import HostsWire, TakenBack
 
 

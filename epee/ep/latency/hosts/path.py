@@ -9,11 +9,11 @@ what its host has for the sources that it serves (see below). Receive phase: a r
 rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
 did, ahead of it.
 
-`sync` lets the living ranks meet, admits processes that replace lost ranks (`assembly.py`), and begins an epoch with
-them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks present,
-and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same members
-(`exchange.py`). Until then a death changes nothing for the others' calls except that its rank, and on a host those
-ranks whose gateway it was there, send nothing.
+`sync` lets the living ranks meet, admits processes that replace lost ranks (`members/assembly.py`), and begins an epoch
+with them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks
+present, and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same
+members (`members/exchange.py`). Until then a death changes nothing for the others' calls except that its rank, and on a
+host those ranks whose gateway it was there, send nothing.
 
 After a crash see `wire.py`; the rows of a rank that dies between its rows and its gateway's sums are in them or not,
 for all tokens of a source alike.
@@ -53,24 +53,24 @@ from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
 from ....view.protocol.messages import LEFT
 from ...config import BufferConfig
-from ...control.header import OP_SYNC
 from ...handle import mask_of
-from ...latency.call import PendingCall
-from ...latency.cpu import CpuLatencyHandle, LatencyCalls
-from ...latency.region import SectionCut, checked_cut, section_bytes
-from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
-from ...latency.types import (
+from ...members.assembly import Assembly, CallPlacement
+from ...members.exchange import HostsExchange
+from ...members.header import OP_SYNC
+from ...paths import PathOverHosts
+from ...throughput.placement import Ints
+from ..call import PendingCall
+from ..cpu import CpuLatencyHandle, LatencyCalls
+from ..region import SectionCut, checked_cut, section_bytes
+from ..rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
+from ..types import (
     LatencyCombineCall,
     LatencyCombined,
     LatencyDispatchCall,
     LatencyDispatched,
     Quantisation,
 )
-from ...latency.wire import SectionHeader, checked_tokens
-from ...paths import PathOverHosts
-from ...throughput.placement import Ints
-from ..assembly import Assembly, CallPlacement
-from ..exchange import HostsExchange
+from ..wire import SectionHeader, checked_tokens
 from .handle import ArrivedIds, HostsLatencyHandle
 from .pending_call import HostsPendingCalls
 from .region import RecordFields, Sums, latency_layout

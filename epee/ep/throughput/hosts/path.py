@@ -1,19 +1,20 @@
 """Dispatch and combine for CPU tensors of ranks on several hosts, in calls of the buffer's own engine.
 
-A dispatch is two of them: the rows of the call (`exchange.py`), from which all ranks compute all offsets and reach the
-same result, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). Those modules
-describe what each call writes and reads, and what a crash leaves; between two of them a rank holds nothing that others
-wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it refuses
-that part.
+A dispatch is two of them: the rows of the call (`members/exchange.py`), from which all ranks compute all offsets and
+reach the same result, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). Those
+modules describe what each call writes and reads, and what a crash leaves; between two of them a rank holds nothing that
+others wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it
+refuses that part.
 
-The effect of a loss, the same on all ranks (`exchange.py`):
+The effect of a loss, the same on all ranks (`members/exchange.py`):
 
     dispatch    "mask": it ends over the remaining ranks; a rank whose records were whole before it died is included.
     combine     "mask": the same: of the ranks in the dispatch, over the remaining ones, without what the lost had.
     both        "raise": `RankFailedError` on all, once for each loss, in whichever of the two calls it falls.
 
-Processes that replace lost ranks join by `sync` (`assembly.py`). The placement of ranks follows from the outboxes of
-the call that has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on all ranks.
+Processes that replace lost ranks join by `sync` (`members/assembly.py`). The placement of ranks follows from the
+outboxes of the call that has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on
+all ranks.
 
 A handle belongs to the epoch of its dispatch. A call in a later epoch, not begun in the handle's, is refused with
 `StaleHandleError`; so is a cached dispatch during which a rank is lost, whose rows would not fit the handle's offsets.
@@ -31,9 +32,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ...arrays import NUMPY_DTYPES, plain_tensors, writing
-from ...engine import Engine
-from ...errors import (
+from ....arrays import NUMPY_DTYPES, plain_tensors, writing
+from ....engine import Engine
+from ....errors import (
     AbortedError,
     EvictedError,
     InvalidArgument,
@@ -44,28 +45,28 @@ from ...errors import (
     UnsupportedError,
     is_own,
 )
-from ...gpu.event import DONE
-from ...link.topology import Roles, Topology
-from ...memory.arena import Arena
-from ...view.group import GroupInView
-from ..checks import CombineCall, DispatchCall
-from ..config import BufferConfig
-from ..control.header import ExchangedRows, combine_header, dispatch_header
-from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
-from ..paths import PathOverHosts
-from ..streams import Lane, RunOptions
-from ..throughput.arenas import OwnArenas, clear_padding
-from ..throughput.order import RANKS_THEN_BIAS
-from ..throughput.partial import lost_weight
-from ..throughput.placement import Ints, SendPlan, aligned
-from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
-from .assembly import Assembly, CallPlacement
-from .exchange import HostsExchange
+from ....gpu.event import DONE
+from ....link.topology import Roles, Topology
+from ....memory.arena import Arena
+from ....view.group import GroupInView
+from ...checks import CombineCall, DispatchCall
+from ...config import BufferConfig
+from ...handle import Combined, CpuHandle, Dispatched, Handle, mask_of
+from ...members.assembly import Assembly, CallPlacement
+from ...members.exchange import HostsExchange
+from ...members.header import ExchangedRows, combine_header, dispatch_header
+from ...members.rows import MemberRows
+from ...paths import PathOverHosts
+from ...streams import Lane, RunOptions
+from ..arenas import OwnArenas, clear_padding
+from ..order import RANKS_THEN_BIAS
+from ..partial import lost_weight
+from ..placement import Ints, SendPlan, aligned
+from ..rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .host_records import HostRecords, Records, sent_records
 from .layout import Chunks, dispatch_length
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
-from .rows import MemberRows
 
 Planned = TypeVar("Planned")
 
@@ -139,7 +140,7 @@ class HostsPath(PathOverHosts):
     # ---- calls that move no rows
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, admit joiners (`assembly.py`), and return the members, into `active_ranks` as well.
+        """Meet, admit joiners (`members/assembly.py`), and return the members, into `active_ranks` as well.
 
         Living ranks are awaited, whatever the masks say, by the policy for silent ranks: none is excluded from the
         buffer alone. Raises as `Buffer.barrier`; with a mask not losses, which the mask contains.

@@ -22,10 +22,10 @@ from ...errors import PeerError, RankFailedError, context, expected
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.protocol.messages import PUT_OUT
-from ..control.header import OP_NAMES, ExchangedRows, Header, Moved
 from ..epoch_memory import Memory
 from ..throughput.placement import Ints
 from .exchange import HostsExchange
+from .header import OP_NAMES, ExchangedRows, Header, Moved
 from .member_sync import MembersOfEngine, SyncExchange
 from .rows import CallPatience, OwnRow
 

@@ -67,8 +67,8 @@ from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
 from ..config import BufferConfig
-from ..control.header import OP_SYNC, REASON_BYTES, Header
-from ..control.membership import Agreed, Membership
+from .header import OP_SYNC, REASON_BYTES, Header
+from .membership import Agreed, Membership
 from .notices import BufferNotice, present_ranks
 from .rows import CallPatience, OwnRow, RowExchange, RowsPlan
 

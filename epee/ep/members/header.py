@@ -1,6 +1,6 @@
 """The row of a call, as ranks exchange it: its fixed words, their checks and names in messages, and its format.
 
-A row is its tag, then the header, free bytes, counts; it says what a rank is about to do. `hosts/rows.py`
+A row is its tag, then the header, free bytes, counts; it says what a rank is about to do. `members/rows.py`
 carries rows. Everything in one comes from a peer, so each field of the header has its bounds here;
 the user of a copy checks the counts. Plain values: a crash leaves nothing.
 """

@@ -3,7 +3,7 @@
 A call of the buffer begins as on one host (`direct.py`): every rank sends what it is about to do and how many
 rows go where, and all ranks reach the same result from the same rows. The engine carries the rows to every host once;
 it makes sure that a call which one rank aborts ends in the same way on all, so nothing needs to be aborted here. What a
-call moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all
+call moves beside its rows is further calls of the same engine (`throughput/hosts/`), in the same order on all
 ranks.
 
 The engine determines the members, call by call; `rows.py` defines what that means for the rows.
@@ -37,9 +37,9 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
 from ...errors import AbortedError, expected
 from ..config import BufferConfig
-from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
-from ..control.membership import Membership
 from ..throughput.placement import Ints
+from .header import OPS_OF_CPUS, ExchangedRows, Header, Moved
+from .membership import Membership
 from .rows import CallPatience, OwnRow, RowExchange
 
 

@@ -105,7 +105,7 @@ from .header import (
 from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
 from .membership import Agreed
 from .notices import BufferNotice, note_had
-from .rows import CallPatience, RowsPlan
+from .rows import MARK_BYTES, CallPatience, RowsPlan
 
 _DATA_PLAN = Plan(OP_NAMES[OP_DISPATCH], pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]]))
 _AGREED = struct.Struct("<QQ")  # number of the last agreement, epoch in which the newest process has joined the group
@@ -199,7 +199,8 @@ class DirectExchange(SyncExchange):
             self.require_results(deadline)
         done = self._run(row.plan, deadline)
         met = self._read(row, done)
-        newest = max(map(row.marks().__getitem__, met.members))
+        marks = memoryview(row.found).cast("Q")[:: len(row.data) // MARK_BYTES]  # of each row, at its beginning
+        newest = max(map(marks.__getitem__, met.members))
         wanted, is_late = newest >> _AGREED_BITS, bool(newest & _LATE)
         is_same = done.peer_regions.epoch == self.peer_regions.epoch
         if wanted or not (is_same or (self._goes_on(header.op, met.members) and not is_late)):

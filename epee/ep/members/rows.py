@@ -84,10 +84,6 @@ class OwnRow:
         self.data, self.header, self.signature, self.name = data, header, signature, name
         self.found = bytearray(num_ranks * len(data))
 
-    def marks(self) -> memoryview:
-        """Return the marks of the rows, by rank."""
-        return memoryview(self.found).cast("Q")[:: len(self.data) // MARK_BYTES]
-
     def plan(self, peer_regions: PeerRegions) -> RowsPlan:
         """Plan their exchange."""
         return RowsPlan(self, peer_regions)

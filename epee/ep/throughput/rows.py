@@ -173,7 +173,7 @@ def new_handle(
     counts = checked_counts(rows.counts, num_tokens, (call.layout, call.expert_alignment, call.capacity), config, where)
     plan, dropped = call.plan, None
     if call.capacity is not None:
-        plan, dropped = drop_rows(plan, counts.per_rank[place.rank], call.payload.rows.shape[0])
+        plan, dropped = drop_rows(plan, counts.per_rank[place.rank].tolist(), call.payload.rows.shape[0])
     placement = placed(counts, place.rank, call.layout, call.expert_alignment, config)
     routing = None
     if dropped is not None or may_lose:

@@ -50,12 +50,7 @@ class EndWords:
 
     lost = 0
 
-    def __init__(
-        self,
-        rank: int,
-        words: Mapping[int, MutableSequence[int] | memoryview],
-        line: int,
-    ) -> None:
+    def __init__(self, rank: int, words: Mapping[int, MutableSequence[int] | memoryview], line: int) -> None:
         self._rank = rank
         self._words = words
         self._line = line

@@ -25,11 +25,7 @@ from functools import partial
 import torch
 
 from ...arrays import Array, array_of, writing
-from ...errors import (
-    NoQuorumError,
-    PeerError,
-    is_own,
-)
+from ...errors import NoQuorumError, PeerError, is_own
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall

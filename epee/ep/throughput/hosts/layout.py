@@ -123,12 +123,15 @@ class Parts:
         roles: placement and membership of the ranks.
 
     Attributes:
+        roles: as the argument.
+        members: the ranks of the view, ascending.
         served: per member the sources that it serves, ascending.
         lent: per rank the sources that other ranks of its host serve, ascending.
     """
 
     def __init__(self, roles: Roles) -> None:
         topology, present = roles.topology, sorted(roles.present)
+        self.roles, self.members = roles, tuple(present)
         self.served: dict[int, list[int]] = {rank: [] for rank in present}
         for source in present:
             for host in range(topology.num_hosts):

@@ -64,7 +64,7 @@ from ..partial import lost_weight
 from ..placement import Ints, SendPlan, aligned
 from ..rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .host_records import HostRecords, Records, sent_records
-from .layout import Chunks, dispatch_length
+from .layout import Chunks, Parts, dispatch_length
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
 
@@ -123,6 +123,7 @@ class HostsPath(PathOverHosts):
         self.exchange = exchange
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
+        self._parts: Parts | None = None  # of the last call
         self._assembly = Assembly(exchange, job_handle)
         self.takes_replacements = job_handle.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
@@ -213,6 +214,13 @@ class HostsPath(PathOverHosts):
         """Return the ranks without a part in a call."""
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in met.members)
 
+    def _parts_of(self, met: MemberRows) -> Parts:
+        """Return the roles in a call and its assignment of sums; made anew when members or their placement change."""
+        topology, parts = self._places.of(met.peer_regions), self._parts
+        if parts is None or parts.roles.topology is not topology or parts.members != met.members:
+            self._parts = parts = Parts(Roles(topology, met.members))
+        return parts
+
     def _check_epoch(self, handle: Handle, met: MemberRows) -> None:
         """Raise, on all ranks alike, if a handle is of another epoch than the call."""
         if handle.epoch != met.epoch:
@@ -274,12 +282,12 @@ class HostsPath(PathOverHosts):
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
         is_fresh = call.handle is None
-        meta, topology = None, self._places.of(met.peer_regions)
+        meta, roles = None, self._parts_of(met).roles
         if is_fresh or call.topk_weights is not None:
             meta = pack_tokens(call, handle.num_topk, self.config.meta_words["rank"])
-        length = dispatch_length(self.config, topology.num_hosts, met.peer_regions.staging_bytes)
+        length = dispatch_length(self.config, roles.topology.num_hosts, met.peer_regions.staging_bytes)
         return RecordsPlan(
-            Roles(topology, met.members),
+            roles,
             handle,
             is_fresh,
             LocalTokens(payload, meta),
@@ -347,8 +355,7 @@ class HostsPath(PathOverHosts):
         """Plan a combine; a result that must not be seen before the end is made in retained memory."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
-        roles = Roles(self._places.of(met.peer_regions), met.members)
-        return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
+        return PartialsPlan(self._parts_of(met), call, handle, num_tokens, self.config.wide_partials, scratch)
 
     def _combined(self, call: CombineCall, handle: CpuHandle, plan: PartialsPlan, met: MemberRows) -> Combined:
         gone, weighs = self._lost(met), None

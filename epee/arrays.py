@@ -76,14 +76,19 @@ def flat_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
     return _new((count,), dtype, memory)
 
 
-def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
-    """Return the memory of a CPU tensor as an array with its shape and strides, of a dtype of the same size.
+def array_of(tensor: torch.Tensor, dtype: np.dtype[Any] | None = None) -> Array:
+    """Return the memory of a CPU tensor as an array with its shape and strides.
 
     A lazy conjugation or negation of the tensor is not applied.
+
+    Args:
+        tensor: to be read or written.
+        dtype: of the array, of the same size as the tensor's; None: the tensor's, which numpy must have.
 
     Raises:
         InvalidArgument: as `flat_array`.
     """
+    dtype = NUMPY_DTYPES[tensor.dtype] if dtype is None else dtype
     shape = tuple(tensor.shape)
     address = tensor.data_ptr()
     if not tensor.numel():
@@ -95,11 +100,6 @@ def strided_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
     memory = _memory_at(address)
     memory.tensor = tensor
     return _new(shape, dtype, memory, 0, tuple(map(dtype.itemsize.__mul__, tensor.stride())))
-
-
-def array_of(tensor: torch.Tensor) -> Array:
-    """Return the memory of a CPU tensor of a dtype that numpy has as an array with its shape and strides."""
-    return strided_array(tensor, NUMPY_DTYPES[tensor.dtype])
 
 
 def _behind_wrapper(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:

@@ -10,7 +10,7 @@ gets new outboxes, so a late reader of the old ones still finds the data that be
     verdicts   per source rank: the outcome of its point-to-point messages (a ring, and a count of freed slots)
     channels      per destination rank: headers of NUM_CHANNEL_SLOTS point-to-point slots
     mirrors    per rank of another host: the mirror that this rank keeps of it, for the ranks of its host (`MIRROR_*`)
-    extra      words and bytes of a client of the group's engine (`ep/hosts/latency`)
+    extra      words and bytes of a client of the group's engine (`ep/latency/hosts`)
     staging    payload of collective calls, handed out by `StagingRing`
     channel_data  payload of the point-to-point slots, CHANNEL_SLOT_BYTES each
 

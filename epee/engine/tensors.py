@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array as Array  # the other modules of the backend import it from here
-from ..arrays import copy_array, flat_array, strided_array
+from ..arrays import array_of, copy_array, flat_array
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from .signature import DTYPE_CODE
 
@@ -100,7 +100,7 @@ def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
         return flat_array(tensor, carrier.dtype)
     lazy = _lazy(tensor)
     values = np.empty(tuple(tensor.shape), carrier.dtype)
-    copy_array(values, strided_array(tensor, carrier.dtype))
+    copy_array(values, array_of(tensor, carrier.dtype))
     flat = values.reshape(-1)
     if lazy is not None:
         lazy.apply(flat)
@@ -148,7 +148,7 @@ class Target:
         self._strided: Array | None = None
         self._lazy: _Lazy | None = None
         if tensor is not None and carrier is not None:
-            self._strided, self._lazy = strided_array(tensor, carrier.dtype), _lazy(tensor)
+            self._strided, self._lazy = array_of(tensor, carrier.dtype), _lazy(tensor)
             self._seen = array if self._lazy is None else np.empty_like(array)
 
     def finish(self) -> None:

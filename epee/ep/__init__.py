@@ -13,17 +13,17 @@ from ..gpu.layout import count_layout, load_counter
 from ..gpu.payload import PAYLOAD_DTYPES
 from ..gpu.report import NoRoomError
 from .buffer import Buffer
-from .control.bootstrap import group_device, group_failures, group_of, hosts_of, timeout_of
 from .handle import Combined, CpuHandle, Dispatched, Handle, Payload
-from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle
+from .members.bootstrap import group_device, group_failures, group_of, hosts_of, timeout_of
 from .plans import NO_FACTS, checked_topk
 from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, num_left_out, topk_of_map
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
 from .pool.throughput import MemoryBytes, Room, memory_for
 from .streams import CallStream, is_capturing
+from .throughput.hosts.layout import network_bytes
 from .throughput.order import CombineOrder
 from .throughput.placement import check_topk_idx
 

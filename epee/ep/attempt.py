@@ -42,8 +42,8 @@ from ..errors import EpeeError, InvalidArgument, expected, is_of_handler, named
 from ..gpu.turns import Turns
 from ..profiling import is_profiling
 from .checks import check_timeout
-from .control.exchanging import RowExchange
-from .control.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
+from .members.header import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
+from .members.rows import RowExchange
 from .paths import GpuPath, Path
 from .streams import CallStreams, RunOptions
 

@@ -1,6 +1,6 @@
 """The common part of `Buffer` and `LatencyBuffer`: construction, closing, and the calls that move no rows.
 
-Construction is collective and has three rounds: the ranks compare their arguments, make an engine (`hosts/birth.py`),
+Construction is collective and has three rounds: the ranks compare their arguments, make an engine (`members/birth.py`),
 and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
 part in the first round as a refusal. A crash in any of them is a death in a group; a rank that has not come that far is
 named.
@@ -30,23 +30,22 @@ from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
-from .control.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
-from .control.bootstrap import refuse as refuse_birth
-from .control.exchanging import RowExchange
-from .control.header import OP_DISPATCH, OP_GATHER, OP_SYNC
-from .control.messages import ControlPlaneOver
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .making import fits
+from .members.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
+from .members.bootstrap import refuse as refuse_birth
+from .members.header import OP_DISPATCH, OP_GATHER, OP_SYNC
+from .members.rows import RowExchange
 from .paths import Making, Path, PathOverHosts, platform_of, return_all, with_policy
 from .streams import CallStreams
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
-    from .hosts.direct import DirectExchange
-    from .hosts.epoch_members import MemberExchange
-    from .hosts.exchange import HostsExchange
-    from .hosts.notices import BufferNotice, OnOneHost
+    from .members.direct import DirectExchange
+    from .members.epoch_members import MemberExchange
+    from .members.exchange import HostsExchange
+    from .members.notices import BufferNotice, OnOneHost
 
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
@@ -122,12 +121,11 @@ class SharedBuffer:
         else:
             self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing, running)
         try:
-            self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
             self._call_streams = CallStreams(self.config.device)
             with on_gpu(self.config.device.index):
                 self._path: Path
                 if not spans:
-                    making = Making(self.config, self.rank, self._control, self._id, watch, closing)
+                    making = Making(self.config, self.rank, self._exchange, self._id, watch, closing)
                     self._path = self._make_path(making, platform, poison)
                 else:
                     self._path = path = self._make_path_over_hosts(self._topology, job_handle, poison)
@@ -221,10 +219,6 @@ class SharedBuffer:
     ) -> None:
         self.close()
 
-    def _attempt(self, op: int, timeout: float | None) -> CallAttempt:
-        """Return the context manager of a collective call."""
-        return CallAttempt(self._exchange, self._path, op, timeout, self._timeout)
-
     @ranged
     def barrier(self, timeout: float | None = None) -> None:
         """Let all ranks meet. Collective.
@@ -242,7 +236,7 @@ class SharedBuffer:
         with self._turns.queue(), self._turns:
             if timeout is None and self._path.barrier_again(self._timeout):
                 return None
-            attempt = self._attempt(self._path.barrier_op, timeout)
+            attempt = CallAttempt(self._exchange, self._path, self._path.barrier_op, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     return self._path.barrier(deadline)
@@ -263,12 +257,12 @@ class SharedBuffer:
             EpeeError: the errors of `dispatch`.
         """
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_GATHER, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_GATHER, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     if not isinstance(data, bytes):
                         raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
-                    return self._control.all_gather_bytes(data, deadline)
+                    return self._exchange.all_gather_bytes(data, deadline)
 
     def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
         """Agree with the other ranks on the members. Collective for all living ranks; a barrier of their CPU threads.
@@ -310,12 +304,12 @@ class SharedBuffer:
             if active_ranks is not None or self.config.is_synced:
                 mask = check_mask(self.config, active_ranks)
                 return self._path.sync(mask, time.monotonic() + check_timeout(timeout, self._timeout))
-            attempt = self._attempt(OP_SYNC, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_SYNC, timeout, self._timeout)
             while True:
                 with attempt as deadline:
                     if self.config.num_hosts > 1:
                         return self._path.sync(None, deadline)
-                    self._control.all_gather_bytes(b"", deadline, OP_SYNC)
+                    self._exchange.all_gather_bytes(b"", deadline, OP_SYNC)
                     return mask_of(self._exchange.members, self.num_ranks)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
@@ -385,7 +379,7 @@ def _running_over_hosts(
     """Return the buffer over hosts that this process has to join; None if there is none, or if it is no joiner."""
     if not job_handle.is_joiner or not job_handle.spans:
         return None
-    from .hosts.notices import find_running
+    from .members.notices import find_running
 
     return find_running(group, job_handle, config, timeout_s)
 
@@ -396,7 +390,7 @@ def _running_on_one_host(
     """Return the buffer of one host that this process would join; None if there is none, or if it is no joiner."""
     if not job_handle.is_joiner or not job_handle.spans:
         return None
-    from .hosts.notices import find_on_one_host
+    from .members.notices import find_on_one_host
 
     return find_on_one_host(group, job_handle, config, is_cuda, timeout_s)
 
@@ -409,7 +403,7 @@ def _running_here(
     Raises:
         UnsupportedError: there is one, which admits no process. As `find_running`.
     """
-    from .hosts.notices import find_running
+    from .members.notices import find_running
 
     if alone is not None:
         running = alone.notice if fits(alone.notice.words, alone.rank, config, group.rank()) else None
@@ -442,25 +436,25 @@ def _exchange_here(
     Raises:
         As `create_here`, `find_running`, and the membership's `begin_first` and `join_running`.
     """
-    from .hosts.birth import announcement, create_here, mode_of
+    from .members.birth import announcement, create_here, mode_of
 
     rank, mode, interrupt = group.rank(), mode_of(config), closing.check
     exchange: DirectExchange | MemberExchange
     if config.is_cuda:
-        from .hosts.epoch_members import MemberExchange
-        from .hosts.gpu_members import GpuMembers
+        from .members.epoch_members import MemberExchange
+        from .members.gpu_members import GpuMembers
 
         exchange = MemberExchange(config, rank, interrupt)
         handle = job_handle if config.takes_replacements else replace(job_handle, is_open=False)
         exchange.membership = GpuMembers(exchange, mode, handle, timeout_s, interrupt, watch)
     elif config.is_latency:
-        from .hosts.epoch_members import MemberExchange
         from .latency.one_host.members import EpochMembers
+        from .members.epoch_members import MemberExchange
 
         exchange = MemberExchange(config, rank, interrupt)
         exchange.membership = EpochMembers(exchange, mode, job_handle, timeout_s, interrupt)
     else:
-        from .hosts.direct import BufferMembers, DirectExchange
+        from .members.direct import BufferMembers, DirectExchange
 
         exchange = DirectExchange(config, rank, interrupt)
         exchange.membership = BufferMembers(exchange, mode, job_handle, timeout_s, interrupt)
@@ -495,8 +489,8 @@ def _exchange_over_hosts(
         group, config, timeout_s, closing: of the buffer.
         running: the buffer that this process joins, if any; then raises as `hosts.birth.come_into`.
     """
-    from .hosts.birth import come_into, create_over_hosts, tell_of
-    from .hosts.exchange import HostsExchange
+    from .members.birth import come_into, create_over_hosts, tell_of
+    from .members.exchange import HostsExchange
 
     exchange = HostsExchange(config, group.rank(), closing.check)
     try:

@@ -23,13 +23,23 @@ from ..link.topology import Topology
 from ..profiling import ranged
 from ..untraced import untraced_methods
 from ..values import shown
-from .attempt import CallsAgain
+from .attempt import CallAttempt, CallsAgain
 from .base import SharedBuffer
-from .checks import GivenRouting, carries_gradient, check_handle, check_run, warn_of_gradients
+from .checks import (
+    CombineCall,
+    DispatchCall,
+    GivenRouting,
+    carries_gradient,
+    check_combine,
+    check_dispatch,
+    check_handle,
+    check_run,
+    warn_of_gradients,
+)
 from .config import BufferConfig
-from .control.bootstrap import group_of, on_several_hosts, size_of
-from .control.header import OP_COMBINE, OP_DISPATCH
 from .handle import Combined, Dispatched, Handle, Payload
+from .members.bootstrap import group_of, on_several_hosts, size_of
+from .members.header import OP_COMBINE, OP_DISPATCH
 from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
@@ -38,7 +48,7 @@ from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
     from ..view.group import GroupInView
-    from .hosts.path import HostsPath
+    from .throughput.hosts.path import HostsPath
 
 DispatchLike: TypeAlias = "Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None]"
 
@@ -96,6 +106,8 @@ class Buffer(SharedBuffer):
     _rows: CpuPath | CudaPath | HostsPath
     _gpu: CudaPath | None = None  # the same, if calls may be cached
     again: CallsAgain | None = None
+    _check_dispatch: Callable[..., DispatchCall]
+    _check_combine: Callable[..., CombineCall]
 
     def __init__(
         self,
@@ -194,7 +206,6 @@ class Buffer(SharedBuffer):
             config = self._like_mine(config)
             config.check()
             other = self._beside(config)
-            other._checked = CheckedCalls(config)
             other._rows = other._gpu = path.of_sizes(config, other._id)
             other._find_again(other._gpu)
             return other
@@ -256,15 +267,19 @@ class Buffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
-        from .hosts.path import HostsPath
+        from .members.exchange import HostsExchange
+        from .throughput.hosts.path import HostsPath
 
-        self._checked = CheckedCalls(self.config)
-        self._rows = HostsPath(self._control, self._id, topology, job_handle, poison)
+        exchange = self._exchange
+        assert isinstance(exchange, HostsExchange)
+
+        self._check_on_cpu()
+        self._rows = HostsPath(exchange, self._id, topology, job_handle, poison)
         return self._rows
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
-        self._checked = CheckedCalls(self.config)
         if platform is None:
+            self._check_on_cpu()
             self._rows = CpuPath(making, poison)
         else:
             self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
@@ -272,9 +287,16 @@ class Buffer(SharedBuffer):
             self._find_again(gpu)
         return self._rows
 
+    def _check_on_cpu(self) -> None:
+        """Check all arguments of each call."""
+        self._check_dispatch = partial(check_dispatch, self.config)
+        self._check_combine = partial(check_combine, self.config)
+
     def _find_again(self, path: CudaPath) -> None:
         """Enable the fast path for cached calls."""
-        self._known = known = KnownPlans(path.shape, self._checked, self._exchange, self._id)
+        self._checked = checked = CheckedCalls(self.config)
+        self._check_dispatch, self._check_combine = checked.dispatch, checked.combine
+        self._known = known = KnownPlans(path.shape, checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
         self.again = CallsAgain(self._turns, self._exchange, path, self._call_streams, self._timeout, *calls)
 
@@ -387,7 +409,7 @@ class Buffer(SharedBuffer):
     ) -> Dispatched:
         """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_DISPATCH, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_DISPATCH, timeout, self._timeout)
             while True:
                 with attempt as deadline, self._call_streams.call_stream(check_run(run)) as call_stream:
                     if carries_gradient(x, others[0]):
@@ -395,7 +417,7 @@ class Buffer(SharedBuffer):
                     if routing.handle is not None:
                         check_handle(routing.handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
-                    call = self._checked.dispatch(x, routing, others, members)
+                    call = self._check_dispatch(x, routing, others, members)
                     return self._rows.dispatch(call, deadline, call_stream, run)
 
     def combine(
@@ -455,14 +477,14 @@ class Buffer(SharedBuffer):
         """Run a combine by the ordinary path, as `_dispatch`."""
         topk_weights, bias, _ = others
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_COMBINE, timeout)
+            attempt = CallAttempt(self._exchange, self._path, OP_COMBINE, timeout, self._timeout)
             while True:
                 with attempt as deadline, self._call_streams.call_stream(check_run(run)) as call_stream:
                     if carries_gradient(y, topk_weights, bias):
                         warn_of_gradients("Buffer.combine")
                     known = check_handle(handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
-                    call = self._checked.combine(y, known, others, members)
+                    call = self._check_combine(y, known, others, members)
                     return self._rows.combine(call, deadline, call_stream, run)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:

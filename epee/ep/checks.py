@@ -221,7 +221,8 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
             f"x must be no wider than the buffer's dtype {config.dtype}, got {value.dtype}; make the buffer with "
             f"dtype={value.dtype}, or x (and its MoELayer) in {config.dtype}"
         )
-    _check_num_tokens("x", value.shape[0], config)
+    if value.shape[0] > config.max_tokens_per_rank:
+        raise _too_many_tokens("x", value.shape[0], config)
     return PayloadRows(check_rows("x", value) if config.is_cuda else _rows(_in_memory("x", value)), value.dtype)
 
 
@@ -290,7 +291,8 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
         )
     values = check_tensor("x[0]", pair[0], (None, config.hidden), (FP8,), config.device)
     num_tokens = values.shape[0]
-    _check_num_tokens("x[0]", num_tokens, config)
+    if num_tokens > config.max_tokens_per_rank:
+        raise _too_many_tokens("x[0]", num_tokens, config)
     scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32), config.device)
     if not 1 <= scales.shape[1] <= config.scale_words:  # their meaning is between the caller and the experts
         raise InvalidArgument(
@@ -303,12 +305,11 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
     return PayloadRows(rows, FP8, scales.contiguous().view(torch.int32), scales.dtype)
 
 
-def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
-    if num_tokens > config.max_tokens_per_rank:
-        raise InvalidArgument(
-            f"{name} must have at most max_tokens_per_rank={config.max_tokens_per_rank} rows, got {num_tokens}; "
-            "split the batch or make a larger buffer"
-        )
+def _too_many_tokens(name: str, num_tokens: int, config: BufferConfig) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must have at most max_tokens_per_rank={config.max_tokens_per_rank} rows, got {num_tokens}; "
+        "split the batch or make a larger buffer"
+    )
 
 
 class GivenRouting(NamedTuple):
@@ -325,15 +326,16 @@ class GivenRouting(NamedTuple):
 
 def check_dispatch(
     config: BufferConfig,
-    payload: PayloadRows,
+    x: object,
     routing: GivenRouting,
     others: tuple[Any, Any, Any],
     members: Sequence[int] | None = None,
 ) -> DispatchCall:
-    """Check the routing of a dispatch and plan it: to `members` only, if a view excludes ranks (CPU).
+    """Check the arguments of a dispatch and plan it: to `members` only, if a view excludes ranks (CPU).
 
     `others` are topk_weights, layout and expert_alignment.
     """
+    payload = check_payload(x, config)
     topk_weights, layout, expert_alignment = others
     topk_idx, is_token_in_rank, handle, capacity = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
@@ -346,8 +348,11 @@ def check_dispatch(
         raise InvalidArgument(
             f"layout must be 'rank' or 'expert', got {shown(layout)}; 'expert' groups the rows by expert"
         )
-    _check_alignment(expert_alignment)
-    most = _check_capacity(capacity, handle, layout)
+    if not is_whole(expert_alignment, 1, MAX_EXPERT_ALIGNMENT):
+        raise InvalidArgument(
+            f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {shown(expert_alignment)}"
+        )
+    most = None if capacity is None else _check_capacity(capacity, handle, layout)
     if handle is not None:
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
@@ -371,17 +376,8 @@ def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig)
     return torch.where(is_there[topk_idx.div(config.num_local_experts, rounding_mode="floor")], topk_idx, -1)
 
 
-def _check_alignment(expert_alignment: object) -> None:
-    if not is_whole(expert_alignment, 1, MAX_EXPERT_ALIGNMENT):
-        raise InvalidArgument(
-            f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {shown(expert_alignment)}"
-        )
-
-
-def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int | None:
-    """Return the rows that each rank keeps, or None for all."""
-    if capacity is None:
-        return None
+def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int:
+    """Return the rows that each rank keeps."""
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
         raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {shown(capacity)}")
     if handle is not None:

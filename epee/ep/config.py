@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..gpu.payload import DTYPE_CODES, LAYOUTS, PAYLOAD_DTYPES
-from ..memory.layout import Field, Layout, align_up
+from ..memory.layout import Field, Layout
 from ..values import is_whole, shown
 from ..view.group import FAULT_MODES, STALL_POLICIES
 from ..view.transport.wire import MAX_MEMBERS
@@ -143,17 +143,17 @@ class BufferConfig:
         """Experts that one rank owns."""
         return self.num_experts // self.num_ranks
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """8-byte words of the widest row."""
         return self.hidden * self.dtype.itemsize // _WORD_BYTES
 
-    @property
+    @cached_property
     def scale_words(self) -> int:
         """Most 4-byte words of scales beside an FP8 row, one for 16 channels; 0 when this hidden size has no FP8."""
         return min(self.hidden // FP8_MULTIPLE, MAX_SCALE_WORDS) if self.hidden % FP8_MULTIPLE == 0 else 0
 
-    @property
+    @cached_property
     def weight_dtype(self) -> torch.dtype:
         """Widest dtype of top-k weights: float64 only beside float64 rows."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -177,15 +177,15 @@ class BufferConfig:
         return Layout(
             Field("payload", torch.int64, (rows * self.row_words,)),
             Field("scales", torch.int32, (rows * self.scale_words,)),
-            Field("meta", torch.int64, (rows * self.meta_words(layout),)),
+            Field("meta", torch.int64, (rows * self.meta_words[layout],)),
             Field("topk_weights", self.weight_dtype, (rows * per_row,)),
         )
 
-    def meta_words(self, layout: str) -> int:
-        """Return how many 8-byte words travel beside a row (`throughput/rows.py` says which)."""
-        if layout == "expert":
-            return 2
-        return 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)
+    @cached_property
+    def meta_words(self) -> dict[str, int]:
+        """The number of 8-byte words that travel beside a row of each layout (`throughput/rows.py` defines them)."""
+        rank = 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)
+        return {"rank": rank, "expert": 2}
 
     def words(self) -> tuple[int, ...]:
         """Return the fields as integers, in order, for the comparison between ranks."""
@@ -240,8 +240,3 @@ def describe_word(name: str, value: int) -> str:
     if name == "layout":
         return repr(LAYOUTS[value]) if 0 <= value < len(LAYOUTS) else f"unknown layout {value}"
     return str(value)
-
-
-def round_up(count: int, multiple: int) -> int:
-    """Return `count` rounded up to `multiple` (the padding of an expert's block)."""
-    return align_up(count, multiple)

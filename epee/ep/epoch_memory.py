@@ -1,6 +1,6 @@
 """The interface by which a path prepares its memory for an epoch that a `sync` begins.
 
-`latency/one_host/members.py` and `hosts/gpu_members.py` define when it is called, and what orders it.
+`latency/one_host/members.py` and `members/gpu_members.py` define when it is called, and what orders it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..errors import InvalidState
-from .control.membership import Agreed
+from .members.membership import Agreed
 
 TAG_JUMP = 1 << 20  # between the calls of two epochs on GPUs: an excluded process may continue for so many
 

@@ -18,7 +18,7 @@ import torch
 from ..arrays import array_of
 from ..errors import UnsupportedError
 from ..gpu.event import DONE, Event
-from .hosts.host_records import NO_RECORDS, HostRecords
+from .throughput.hosts.host_records import NO_RECORDS, HostRecords
 from .throughput.order import CombineOrder
 from .throughput.placement import Ints, Placement, SendPlan, runs
 

@@ -37,8 +37,8 @@ from ..view.founding import find_place
 from ..view.group import GroupInView
 from ..view.process.detector import is_leaving, is_torn_down
 from .config import CONFIG_NAMES, BufferConfig, describe_word
-from .control.bootstrap import GROUP_FAILED, TEXT_BYTES, all_gather_bytes, compare, gather_present
 from .job import job_handle_at
+from .members.bootstrap import GROUP_FAILED, TEXT_BYTES, all_gather_bytes, compare, gather_present
 
 logger = logging.getLogger("epee")
 

@@ -15,9 +15,8 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from ..view.runtime import has_groups
 from .config import PATHS, BufferConfig
-from .control.exchanging import RowExchange
-from .control.header import OP_BARRIER, OPS_OF_CPUS
-from .control.messages import ControlPlaneOver
+from .members.header import OP_BARRIER, OPS_OF_CPUS
+from .members.rows import RowExchange
 
 
 class Path:
@@ -25,11 +24,11 @@ class Path:
 
     Attributes:
         barrier_op: the kind of call that a barrier is.
-        control: the buffer's CPU side.
+        exchange: of the buffer's rows.
     """
 
     barrier_op = OP_BARRIER
-    control: ControlPlaneOver[Any]
+    exchange: Any
 
     @property
     def is_recorded(self) -> bool:
@@ -54,11 +53,11 @@ class Path:
     @property
     def takes_replacements(self) -> bool:
         """Whether a process that replaces a lost rank is admitted."""
-        return self.control.exchange.membership.takes_replacements
+        return self.exchange.membership.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls of this kind have been announced to the peers."""
-        return self.control.exchange.num_calls
+        return self.exchange.seq
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified: they caused it."""
@@ -66,11 +65,11 @@ class Path:
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
-        self.control.refuse(op, error, deadline)
+        self.exchange.refuse(op, error, deadline)
 
     def barrier(self, deadline: float) -> None:
         """Let the ranks meet, on CPUs their threads; raises as `Buffer.barrier`."""
-        self.control.all_gather_bytes(b"", deadline, OP_BARRIER)
+        self.exchange.all_gather_bytes(b"", deadline, OP_BARRIER)
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Let the ranks meet if the fast path is allowed; otherwise return False without side effects.
@@ -149,7 +148,7 @@ class GpuPath(Path):
 
     def num_announced(self, op: int) -> int:
         """Return how many calls of this kind have been announced to the peers: on the CPU side, or on the GPU."""
-        return self.control.exchange.seq if op in OPS_OF_CPUS else self.core.num_calls
+        return self.exchange.seq if op in OPS_OF_CPUS else self.core.num_calls
 
     def blame(self, op: int, error: Exception) -> None:
         """Raise the cause of a call's failure, if that is not `error`."""
@@ -162,7 +161,7 @@ class GpuPath(Path):
     def abort(self) -> None:
         """End the waits of the kernels in flight, and a call of the CPUs, from any thread."""
         self.core.device.abort()
-        self.control.exchange.abort()
+        self.exchange.abort()
 
 
 class Making(NamedTuple):
@@ -171,7 +170,7 @@ class Making(NamedTuple):
     Attributes:
         config: of the buffer.
         rank: this rank.
-        control: its CPU side.
+        exchange: of its rows.
         buffer_id: goes into handles.
         watch: knows which ranks are dead.
         closing: whether another thread wants to close the buffer; not the buffer, which it must not keep alive.
@@ -179,7 +178,7 @@ class Making(NamedTuple):
 
     config: BufferConfig
     rank: int
-    control: ControlPlaneOver[Any]
+    exchange: Any
     buffer_id: int
     watch: DeathWatch
     closing: Closing

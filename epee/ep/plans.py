@@ -7,7 +7,8 @@ that the rules of `checks.py` read, except addresses, is the call's *cache key* 
 devices, options. Keys that have passed are stored with what the path has planned for them (`CheckedCalls`). A call with
 the same key is only checked for what the key does not contain: the alignment of rows; of a combine, whether rows and
 weights are contiguous, and how many there are. Calls whose arguments had to be changed (made contiguous), or may
-overlap others (`out`, `bias`), are checked each time; so are all calls on CPUs, whose checks read the data and plan.
+overlap others (`out`, `bias`), are checked each time; so are all calls on CPUs, whose checks read the data and plan:
+they need nothing of this module.
 
 When the fast path is allowed (`attempt.CallsAgain`) a call's plan is first looked up by less (`KnownPlans`): among the
 last few kinds of dispatches by one comparison of all tensors, which costs less than reading the properties of each;
@@ -26,10 +27,10 @@ import torch
 
 from ..errors import expected
 from ..torch_private import MAX_CHECKS, MetadataCheck, metadata_check_of
-from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
+from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch
 from .config import BufferConfig
-from .control.exchanging import RowExchange
 from .handle import Handle
+from .members.rows import RowExchange
 from .throughput.gpu.combine import AnyCombinePlan, find_source
 from .throughput.gpu.dispatch import DispatchPlan, short_key
 from .throughput.gpu.shape import Shape
@@ -45,7 +46,7 @@ ALIGNMENT = 16  # of rows, as in `checks.check_rows`
 
 
 class CheckedCalls:
-    """Checks the calls of one buffer.
+    """Checks the calls of one buffer on a GPU.
 
     Args:
         config: of the buffer.
@@ -58,9 +59,8 @@ class CheckedCalls:
     def dispatch(
         self, x: Any, routing: GivenRouting, others: tuple[Any, Any, Any], members: Sequence[int] | None
     ) -> DispatchCall:
-        """Return a checked dispatch; arguments and errors as of `check_payload` and `check_dispatch`."""
-        payload = check_payload(x, self._config)
-        call = check_dispatch(self._config, payload, routing, others, members)
+        """Return a checked dispatch; arguments and errors as of `check_dispatch`."""
+        call = check_dispatch(self._config, x, routing, others, members)
         topk_weights, layout, expert_alignment = others
         routed = routing.is_token_in_rank, routing.handle, routing.capacity
         given = x, routing.topk_idx, topk_weights, routed, layout, expert_alignment
@@ -94,9 +94,7 @@ class CheckedCalls:
         return self._passed.setdefault(checked, {})
 
     def _checked(self, checked_of: Callable[..., tuple[object, ...]], *given: Any) -> tuple[object, ...] | None:
-        """Return the cache key of a call; None if only the rules can determine the error, or on CPUs."""
-        if not self._config.is_cuda:
-            return None
+        """Return the cache key of a call; None if only the rules can determine the error."""
         try:
             checked = checked_of(*given)
             hash(checked)

@@ -28,6 +28,7 @@ view, whether or not it is in a call.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 
 def placement(hosts: Sequence[Sequence[int]]) -> str:
@@ -59,6 +60,7 @@ class Topology:
         hosts: per host its ranks, ascending; initially hosts by their lowest rank. A host may have no rank left.
         host_of: per rank the index of its host; -1 of ranks without a host.
         host: the index of this rank's own.
+        num_hosts: number of hosts.
     """
 
     def __init__(self, rank: int, keys: Sequence[str], known: Sequence[str] = ()) -> None:
@@ -73,6 +75,7 @@ class Topology:
         number = {key: host for host, key in enumerate(ranks_of)}
         self.host_of = tuple(number.get(key, -1) for key in keys)
         self.host = self.host_of[rank]
+        self.num_hosts = len(self.hosts)
 
     def moved(self, key_of: Mapping[int, str]) -> Topology:
         """Return the placement of other ranks, by their host keys; hosts that have numbers here keep them."""
@@ -89,19 +92,14 @@ class Topology:
         return tuple(sorted(ranks for ranks in self.hosts if ranks))
 
     @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return len(self.hosts)
-
-    @property
-    def here(self) -> tuple[int, ...]:
-        """The ranks of this host, including this one, ascending."""
-        return self.hosts[self.host]
-
-    @property
     def elsewhere(self) -> tuple[int, ...]:
         """The ranks of other hosts, ascending."""
         return tuple(peer for peer, host in enumerate(self.host_of) if host not in (self.host, -1))
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this host, including this one, ascending."""
+        return self.hosts[self.host]
 
     def is_here(self, peer: int) -> bool:
         """Return whether a rank shares this rank's host."""

@@ -24,6 +24,7 @@ dict; the owner's thread drains it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +42,7 @@ SPARE_SLOTS = 2  # for the call in progress and for the one that peers may not h
 
 
 class SlotPool:
-    """The states of slots. Pure bookkeeping: no memory, no clock; the caller reports progress by `passed`.
+    """The states of slots. Pure bookkeeping: no memory, no clock; the caller reports progress by `between_calls`.
 
     Args:
         num_slots: how many results, and how many combine inputs, may be leased at once.
@@ -64,16 +65,22 @@ class SlotPool:
         self._free.discard(slot)
         return slot
 
-    def reclaim(self, seq: int) -> None:
-        """Cool slots that a call took and lost track of (after an interrupt); call between two calls."""
+    def between_calls(self, seq: int, settled: int) -> bool:
+        """Free the slots that nobody may access any more; return whether one is free.
+
+        Args:
+            seq: the last call. A slot that a call took and lost track of (after an interrupt) cools from there on.
+            settled: every peer has finished all calls before this one.
+        """
         for slot in list(self._taken):
             self.cool(slot, seq)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no slot is free."""
         self._drain()
-        return not self._free
+        for slot, used in list(self._cooling.items()):
+            if used < settled:
+                del self._cooling[slot]
+                if slot not in self._leased:
+                    self._free.add(slot)
+        return bool(self._free)
 
     def can_lease(self, purpose: str) -> bool:
         """Return whether one more slot may be leased for "result" or "input"."""
@@ -109,14 +116,6 @@ class SlotPool:
         self._taken.discard(slot)
         if slot not in self._leased:
             self._free.add(slot)
-
-    def passed(self, seq: int) -> None:
-        """Record that every peer has finished all calls before `seq`."""
-        self._drain()
-        for slot in [slot for slot, used in self._cooling.items() if used < seq]:
-            del self._cooling[slot]
-            if slot not in self._leased:
-                self._free.add(slot)
 
     def _drain(self) -> None:
         for slot in list(self._released):  # after an interrupt in between it is repeated
@@ -216,7 +215,7 @@ class Arena(Slots):
         tensors = []
         for field in fields:
             start = self.slot_layout.offset(field.name)
-            count = field.nbytes // field.dtype.itemsize
+            count = math.prod(field.shape)
             tensors.append(torch.frombuffer(memory, dtype=field.dtype, count=count, offset=start).view(field.shape))
         # a weak reference fires only while it lives itself, so it is kept until the slot is leased again
         self._watched[slot] = weakref.ref(memory, self.pool.lease(slot, purpose))

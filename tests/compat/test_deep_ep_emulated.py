@@ -205,7 +205,7 @@ def _barriers(rank: int, num_ranks: int) -> tuple[list[str], int, int, str]:
 
     EmulatedKernel.__call__ = count  # type: ignore[method-assign]
     whole = buffer.runtime._rooms.whole
-    control = whole._control.exchange
+    control = whole._exchange
     before = control.seq
     for i in range(12):
         buffer.barrier(with_cpu_sync=i % 2 == 1)

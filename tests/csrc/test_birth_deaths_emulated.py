@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import epee
-from epee.ep.control.messages import ControlPlaneOver as ControlPlane
-from epee.ep.hosts.gpu_members import GpuMembers
+from epee.ep.members.gpu_members import GpuMembers
+from epee.ep.members.rows import RowExchange
 from epee.errors import RankFailedError
 from epee.memory.shared import process_start_time
 from epee.view.process.detector import is_torn_down
@@ -72,11 +72,11 @@ def between_first_epochs(rank: int, folder: str) -> None:
 
 def between_mappings(rank: int, folder: str) -> None:
     """All are in the first epoch; rank 0 has mapped the victim's memory on the GPU, rank 2 comes for it too late."""
-    gather, attach = ControlPlane.all_gather_bytes, EmulatedPlatform.attach
+    gather, attach = RowExchange.all_gather_bytes, EmulatedPlatform.attach
     attached: list[bytes] = []
 
-    def all_gather_bytes(control: ControlPlane[Any], data: bytes, deadline: float) -> list[bytes]:
-        parts = gather(control, data, deadline)
+    def all_gather_bytes(exchange: RowExchange, data: bytes, deadline: float) -> list[bytes]:
+        parts = gather(exchange, data, deadline)
         if rank == VICTIM:
             die(folder)
         if rank == BEHIND:
@@ -90,23 +90,23 @@ def between_mappings(rank: int, folder: str) -> None:
             stages.reach(folder, "ahead")
         return region
 
-    ControlPlane.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign]
+    RowExchange.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign]
     EmulatedPlatform.attach = attach_one  # type: ignore[method-assign]
 
 
 def before_a_gather(rank: int, folder: str) -> None:
     """All are in the first epoch, the victim has told nothing; rank 0 waits for it, rank 2 comes when it is dead."""
-    gather = ControlPlane.all_gather_bytes
+    gather = RowExchange.all_gather_bytes
 
-    def all_gather_bytes(control: ControlPlane[Any], data: bytes, deadline: float) -> list[bytes]:
+    def all_gather_bytes(exchange: RowExchange, data: bytes, deadline: float) -> list[bytes]:
         stages.reach(folder, "ahead")
         if rank == VICTIM:
             die(folder)
         if rank == BEHIND:
             await_death(folder)
-        return gather(control, data, deadline)
+        return gather(exchange, data, deadline)
 
-    ControlPlane.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign]
+    RowExchange.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign]
 
 
 def dies(rank: int, num_ranks: int, folder: str, mode: str, point: str, backend: str, fault_mode: str) -> str:

@@ -18,10 +18,10 @@ import torch
 
 import epee
 from epee.engine import EngineMeeting
-from epee.ep.control.header import HEADER_NAMES
-from epee.ep.hosts.gpu_members import GpuMembers
-from epee.ep.hosts.member_sync import MemberSync
-from epee.ep.hosts.rows import RowsPlan
+from epee.ep.members.gpu_members import GpuMembers
+from epee.ep.members.header import HEADER_NAMES
+from epee.ep.members.member_sync import MemberSync
+from epee.ep.members.rows import RowsPlan
 from epee.ep.throughput.gpu.epochs import Epochs
 from epee.errors import (
     CommTimeoutError,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import epee
-from epee.ep.hosts.gpu_members import GpuMembers
-from epee.ep.hosts.rows import RowsPlan
+from epee.ep.members.gpu_members import GpuMembers
+from epee.ep.members.rows import RowsPlan
 from epee.errors import (
     CommTimeoutError,
     EvictedError,

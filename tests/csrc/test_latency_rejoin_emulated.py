@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.hosts.gpu_members import GpuMembers
 from epee.ep.latency import gpu_path as latency_gpu_path
 from epee.ep.latency.gpu.core import LatencyCore, LatencyMemory
 from epee.ep.latency.gpu.types import CoreOptions
+from epee.ep.members.gpu_members import GpuMembers
 from epee.errors import ResourceError
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.membership.group_membership import GroupMembership
-from epee.ep.control.membership import Agreed
+from epee.ep.members.membership import Agreed
 from epee.ep.throughput.gpu import epochs as epochs_of_gpus
 from epee.ep.throughput.gpu.dispatch import plan_of
 from epee.ep.throughput.gpu.epochs import Epochs

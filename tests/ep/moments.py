@@ -13,8 +13,8 @@ from typing import Any
 import epee
 from epee.engine.entry import NEWS, TROUBLED
 from epee.engine.operation import Operation
-from epee.ep.control.header import OP_COMBINE
-from epee.ep.hosts.rows import RowsPlan
+from epee.ep.members.header import OP_COMBINE
+from epee.ep.members.rows import RowsPlan
 from epee.errors import NoQuorumError
 
 Action = Callable[[], Any]

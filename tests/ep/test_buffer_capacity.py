@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,7 +169,7 @@ def test_calls_that_differ_in_capacity_alone_are_not_taken_for_each_other() -> N
 
 
 def test_counts_and_plans_by_hand() -> None:
-    assert kept_rows([[3, 0], [4, 2], [1, 9]], 5) == [[3, 0], [2, 2], [0, 3]]
+    assert kept_rows(np.array([[3, 0], [4, 2], [1, 9]]), 5).tolist() == [[3, 0], [2, 2], [0, 3]]
     plan = SendPlan(torch.tensor([0, 2, 3, 1, 2]), None, torch.tensor([3, 2, 7]).numpy())
     assert drop_rows(plan, [3, 2], 4) == (plan, None)
     rest, dropped = drop_rows(plan, [1, 0], 4)

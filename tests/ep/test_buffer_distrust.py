@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.control import bootstrap
-from epee.ep.control.header import Header
-from epee.ep.hosts.notices import MAX_NOTICES
+from epee.ep.members import bootstrap
+from epee.ep.members.header import Header
+from epee.ep.members.notices import MAX_NOTICES
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import run_ranks
 

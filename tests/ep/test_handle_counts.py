@@ -25,7 +25,7 @@ def _handle(
     plans: list[SendPlan], layout: str, alignment: int, sources: list[int], local: torch.Tensor | None
 ) -> CpuHandle:
     words = torch.stack([torch.from_numpy(plan.counts) for plan in plans])
-    counts = Counts(words[:, :NUM_RANKS].tolist(), words[:, NUM_RANKS:].numpy())
+    counts = Counts(words[:, :NUM_RANKS].numpy(), words[:, NUM_RANKS:].numpy())
     placement = place(counts, RANK, layout, alignment, CONFIG)
     return CpuHandle(
         *(1, 1, 1, layout, alignment, 8, NUM_TOPK, local is not None, plans[RANK], placement),

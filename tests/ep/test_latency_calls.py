@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.hosts.rows import RowsPlan
 from epee.ep.latency.wire import SectionHeader
+from epee.ep.members.rows import RowsPlan
 from epee.errors import AbortedError, ForkError, InvalidState, MismatchError, ProtocolError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep import moments

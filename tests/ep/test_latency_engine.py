@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.hosts.rows import RowsPlan
 from epee.ep.latency.one_host.members import MemberExchange
+from epee.ep.members.rows import RowsPlan
 from epee.errors import MismatchError
 from tests.ep import test_latency_lane as latency_tests
 from tests.ep import test_latency_rejoin as rejoin

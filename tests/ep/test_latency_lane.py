@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.hosts.gpu_members import GpuMembers
 from epee.ep.latency.one_host.members import EpochMembers
 from epee.ep.latency.one_host.path import LatencyCpuPath
+from epee.ep.members.gpu_members import GpuMembers
 from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError, ResourceError, StaleHandleError
 from epee.view.report import look_at_job
 from tests.ep.latency_cases import Shape, check_round, dispatch, inputs, make

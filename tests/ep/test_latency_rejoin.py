@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.membership.group_membership import GroupMembership
-from epee.ep.hosts.gpu_members import GpuMembers
-from epee.ep.hosts.member_sync import MemberSync
 from epee.ep.latency.one_host.members import EpochMembers
+from epee.ep.members.gpu_members import GpuMembers
+from epee.ep.members.member_sync import MemberSync
 from epee.errors import CommTimeoutError, EvictedError, PeerError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, expert_outputs, inputs

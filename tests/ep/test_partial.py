@@ -29,7 +29,7 @@ def _plans(seed: int, layout: str) -> tuple[list[SendPlan], list[torch.Tensor]]:
 def _counts(plans: list[SendPlan], missing: set[int]) -> Counts:
     rows = torch.stack([torch.from_numpy(plan.counts) for plan in plans])
     rows[sorted(missing)] = 0
-    return Counts(rows[:, :NUM_RANKS].tolist(), rows[:, NUM_RANKS:].numpy())
+    return Counts(rows[:, :NUM_RANKS].numpy(), rows[:, NUM_RANKS:].numpy())
 
 
 def _handle(plans: list[SendPlan], rank: int, layout: str, alignment: int, missing: set[int]) -> CpuHandle:

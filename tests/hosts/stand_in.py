@@ -12,9 +12,9 @@ from typing import Any
 from epee.engine.operation import Operation
 from epee.engine.plan import Plan
 from epee.ep import base
-from epee.ep.control import bootstrap
-from epee.ep.control.bootstrap import judge
-from epee.ep.hosts import layout
+from epee.ep.members import bootstrap
+from epee.ep.members.bootstrap import judge
+from epee.ep.throughput.hosts import layout
 from epee.link.topology import Topology
 
 _exchange_over_hosts = base._exchange_over_hosts

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from epee.engine.outbox import PeerRegions
 from epee.ep import base
-from epee.ep.hosts.latency.region import latency_layout
+from epee.ep.latency.hosts.region import latency_layout
 from epee.link.frames import NO_WORD
 from epee.link.topology import Topology
 from epee.memory.shared import SharedRegion

@@ -14,9 +14,9 @@ import torch
 from epee.engine.bootstrap.group_note import Home
 from epee.engine.bootstrap.joining import Place
 from epee.ep.config import BufferConfig
-from epee.ep.hosts import birth, notices
-from epee.ep.hosts.assembly import Assembly
-from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, tell
+from epee.ep.members import birth, notices
+from epee.ep.members.assembly import Assembly
+from epee.ep.members.notices import MAX_NOTICES, BufferNotice, tell
 from epee.errors import InvalidState, RankFailedError, ResourceError
 
 CONFIG = BufferConfig(3, 6, 8, 2, 4, torch.bfloat16)
@@ -28,15 +28,14 @@ class Meeting:
 
     def __init__(self, errors: int = 0) -> None:
         self.rounds, self.errors, self.taken = 0, errors, 0
-        exchange = SimpleNamespace(members=(0, 1))
-        control: Any = SimpleNamespace(exchange=exchange, config=CONFIG, all_gather_bytes=self._gather)
         view = SimpleNamespace(members=())
         job_handle: Any = SimpleNamespace(
             is_open=True, runtime=SimpleNamespace(view=lambda: view), slots=(), group_id=LANE
         )
         admission = SimpleNamespace(expected=lambda: ({0, 1, 2}, set()), take_in=self._take_in)
-        self.assembly = Assembly(control, Any, job_handle)  # type: ignore[arg-type]
-        self.assembly._engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))  # type: ignore[assignment]
+        engine = SimpleNamespace(membership=SimpleNamespace(admission=admission))
+        exchange: Any = SimpleNamespace(members=(0, 1), config=CONFIG, all_gather_bytes=self._gather, engine=engine)
+        self.assembly = Assembly(exchange, job_handle)
         self.assembly._job_handle.runtime.view = lambda: SimpleNamespace(members=(), parts=())  # type: ignore[method-assign]
 
     def _gather(self, data: bytes, deadline: float, op: int) -> list[bytes]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import epee
-from epee.ep.hosts import layout
+from epee.ep.throughput.hosts import layout
 from tests.ep.buffer_cases import Call, Setup, check_setups, copy_of, run_setups
 from tests.ep.test_buffer_properties import setups
 

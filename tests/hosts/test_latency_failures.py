@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import epee
 from epee.engine.outbox import has_left
-from epee.ep.hosts.latency.path import LatencyHostsPath
-from epee.ep.hosts.latency.wire import HostsWire
+from epee.ep.latency.hosts.path import LatencyHostsPath
+from epee.ep.latency.hosts.wire import HostsWire
 from epee.errors import EpeeError
 from epee.link.topology import Topology
 from epee.reference import latency as oracle

@@ -112,7 +112,7 @@ def between_halves(index: int, num_processes: int, folder: str) -> Any:
             say(folder, "lost0")
             group.recover_ranks([3])
             sums(group, range(4))
-            admission = buffer._control.exchange.engine.membership.admission
+            admission = buffer._exchange.engine.membership.admission
             while 3 not in admission.present():
                 admission.take_in({3}, time.monotonic() + 0.2)
             with pytest.raises(PeerError) as caught:

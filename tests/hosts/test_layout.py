@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.ep.checks import GivenRouting, check_dispatch, check_payload
+from epee.ep.checks import GivenRouting, check_dispatch
 from epee.ep.config import BufferConfig
-from epee.ep.control.header import ExchangedRows, dispatch_header
-from epee.ep.hosts.host_records import Records, sent_records
-from epee.ep.hosts.layout import MIN_SUMMED, Parts, SectionLayout, dispatch_length, staging_bytes
+from epee.ep.members.header import ExchangedRows, dispatch_header
+from epee.ep.throughput.hosts.host_records import Records, sent_records
+from epee.ep.throughput.hosts.layout import MIN_SUMMED, Parts, SectionLayout, dispatch_length, staging_bytes
 from epee.ep.throughput.rows import CallPlace, new_handle
 from epee.link.topology import Roles, Topology
 
@@ -25,8 +25,8 @@ def _sent(keys: list[str], ids: list[torch.Tensor], layout: str) -> list[list[Re
     config.check()
     calls = []
     for idx in ids:
-        payload = check_payload(torch.zeros(len(idx), 8), config)
-        calls.append(check_dispatch(config, payload, GivenRouting(idx, None, None), (None, layout, 1)))
+        x = torch.zeros(len(idx), 8)
+        calls.append(check_dispatch(config, x, GivenRouting(idx, None, None), (None, layout, 1)))
     headers = [dispatch_header(call, rank, 0, 1) for rank, call in enumerate(calls)]
     counts = np.stack([call.plan.counts for call in calls if call.plan is not None])
     rows = ExchangedRows(headers, counts, [b""] * num_ranks, tuple(range(num_ranks)))
@@ -94,7 +94,7 @@ def test_rounds_of_records_fit_what_was_staged_at_birth_on_any_number_of_hosts(
     config = BufferConfig(num_ranks, num_ranks, hidden, num_topk, tokens, torch.bfloat16, num_hosts=num_hosts)
     config.check()
     staged = staging_bytes(config)
-    section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+    section = SectionLayout(1 + config.meta_words["rank"], config.row_words, config.scale_words)
     lengths = [dispatch_length(config, hosts, staged) for hosts in range(1, num_ranks + 1)]
     for hosts, length in enumerate(lengths, 1):
         assert hosts * section.room(length) <= staged

@@ -11,8 +11,8 @@ import torch
 
 from epee.engine.bootstrap.group_note import Home
 from epee.ep.config import BufferConfig
-from epee.ep.hosts import notices
-from epee.ep.hosts.notices import MAX_NOTICES, BufferNotice, notice_group_id, parse_notice
+from epee.ep.members import notices
+from epee.ep.members.notices import MAX_NOTICES, BufferNotice, notice_group_id, parse_notice
 from epee.errors import UnsupportedError
 from epee.view.process.board import MAX_TOLD_BYTES
 from epee.view.transport.wire import GROUP_ID_LIMIT

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import epee
 from epee.engine.membership.admission import Admission
 from epee.engine.membership.group_membership import GroupMembership
-from epee.ep.hosts import birth
-from epee.ep.hosts.assembly import Assembly
+from epee.ep.members import birth
+from epee.ep.members.assembly import Assembly
 from epee.errors import CommTimeoutError, MismatchError, StaleHandleError
 from tests.ep.latency_cases import Shape, check_round, make
 from tests.harness import DEAD, run_ranks

@@ -33,7 +33,7 @@ class PoolModel(RuleBasedStateMachine):
         assert slot not in [held for held, _ in self.leases]
         assert slot not in self.cooling
         self.seq += 1
-        self.pool.passed(self.seq)
+        self.pool.between_calls(self.seq, self.seq)
         self.cooling = {held: seq for held, seq in self.cooling.items() if seq >= self.seq}
         return slot
 
@@ -69,7 +69,7 @@ class PoolModel(RuleBasedStateMachine):
     def combine_of_an_input(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.pool.leased("input")))
         self.seq += 1
-        self.pool.passed(self.seq)
+        self.pool.between_calls(self.seq, self.seq)
         self.cooling = {held: seq for held, seq in self.cooling.items() if seq >= self.seq}
         self.pool.cool(slot, self.seq)
         self.cooling[slot] = self.seq
@@ -82,7 +82,7 @@ class PoolModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _, release in self.leases:
             release(None)
-        self.pool.passed(self.seq + 1)
+        self.pool.between_calls(self.seq, self.seq + 1)
         taken = [self.pool.take() for _ in range(self.pool.total)]
         assert sorted(taken) == list(range(self.pool.total))
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.control.header import OP_NAMES
-from epee.ep.hosts.rows import RowsPlan
+from epee.ep.members.header import OP_NAMES
+from epee.ep.members.rows import RowsPlan
 from epee.ep.throughput import cpu
 from epee.errors import EpeeError, EvictedError, PeerError, StaleHandleError
 from tests.ep.moments import after_publishing

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee.engine import EngineMeeting
-from epee.ep.hosts.member_sync import MemberSync
+from epee.ep.members.member_sync import MemberSync
 from epee.errors import (
     CommTimeoutError,
     EvictedError,

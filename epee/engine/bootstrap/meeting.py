@@ -1,7 +1,7 @@
 """An engine, for collective calls only, of processes that share a job and exchange the blobs of their outboxes.
 
 Without a store, which may have ended with a rank of the group that is lost by now. The caller carries the blob of each
-rank's outbox, and an epoch, to the others (`ep/hosts/birth.py`: through the group of a buffer).
+rank's outbox, and an epoch, to the others (`ep/members/birth.py`: through the group of a buffer).
 
     1. Each member takes part in the control plane under the group's id; so it receives every later decision. It makes
        its outbox (`EngineMeeting`), and gives the others its blob and the newest epoch that it knows.

@@ -18,13 +18,13 @@ from ...gpu.platform import Platform
 from ...link.topology import Topology
 from ...profiling import ranged
 from ...untraced import untraced_methods
-from ..attempt import CallsAgain
+from ..attempt import CallAttempt, CallsAgain
 from ..base import SharedBuffer
 from ..checks import carries_gradient, warn_of_gradients
 from ..config import BufferConfig
-from ..control.bootstrap import group_of, on_several_hosts, size_of, timeout_of
-from ..control.header import OP_COMBINE, OP_DISPATCH
 from ..job import job_handle_of
+from ..members.bootstrap import group_of, on_several_hosts, size_of, timeout_of
+from ..members.header import OP_COMBINE, OP_DISPATCH
 from ..paths import Making, Path, PathOverHosts
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCalls
@@ -111,9 +111,13 @@ class LatencyBuffer(SharedBuffer):
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
-        from ..hosts.latency.path import LatencyHostsPath
+        from ..members.exchange import HostsExchange
+        from .hosts.path import LatencyHostsPath
 
-        self._rows = path = LatencyHostsPath(self._control, topology, job_handle, poison, self._turns.closing)
+        exchange = self._exchange
+        assert isinstance(exchange, HostsExchange)
+
+        self._rows = path = LatencyHostsPath(exchange, topology, job_handle, poison, self._turns.closing)
         self._make_plans(self.config)
         return path
 
@@ -168,7 +172,7 @@ class LatencyBuffer(SharedBuffer):
         path = "cpu" if cls._platform_of(device) is None else "cuda"
         config = replace(_whole_config(size_of(group), nbytes, 2), path=path)
         job_handle = job_handle_of(group, config.num_ranks)
-        from ..hosts.notices import awaited_room
+        from ..members.notices import awaited_room
 
         return awaited_room(group, job_handle, config, timeout_of(group))
 
@@ -282,7 +286,7 @@ class LatencyBuffer(SharedBuffer):
     ) -> LatencyDispatched:
         """Run a dispatch by the ordinary path: check it, enter its epoch, notify the peers if it is refused."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_DISPATCH, timeouts[0])
+            attempt = CallAttempt(self._exchange, self._path, OP_DISPATCH, timeouts[0], self._timeout)
             while True:
                 with attempt, self._call_streams.call_stream(check_run_options(*run)) as call_stream:
                     if carries_gradient(x, others[1]):
@@ -357,7 +361,7 @@ class LatencyBuffer(SharedBuffer):
     ) -> LatencyCombined:
         """Run a combine by the ordinary path, as `_dispatch`."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_COMBINE, timeouts[0])
+            attempt = CallAttempt(self._exchange, self._path, OP_COMBINE, timeouts[0], self._timeout)
             while True:
                 with attempt, self._call_streams.call_stream(check_run_options(*run)) as call_stream:
                     if carries_gradient(y, others[0]):

@@ -19,7 +19,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +27,13 @@ from ...arrays import array_of, plain_tensors
 from ...errors import AbortedError, CommTimeoutError, PeerError
 from ...gpu.event import DONE
 from ..config import BufferConfig
-from ..control.header import OPS_OF_CPUS
-from ..control.messages import ControlPlaneOver
+from ..members.header import OPS_OF_CPUS
+from ..members.rows import RowExchange
 from ..paths import Path
 from ..streams import CallStream
 from ..throughput.placement import Ints
-from .pending_call import NoFreeSlot, PendingCall, PendingCalls
+from .call import PendingCall
+from .pending_call import NoFreeSlot, PendingCalls
 from .region import SectionCut
 from .rows import FP8, Floats, Placed, Source, WireRows, expand, lost_weight, num_scales, place_rows
 from .types import (
@@ -78,7 +78,7 @@ class LatencyCalls(Path, ABC):
     """Takes the calls of one `LatencyBuffer` through their send and receive phases.
 
     Args:
-        control: the buffer's CPU side.
+        exchange: of the buffer's rows.
         wire: of the buffer.
         pending_calls: over it.
         poison: fill memory with 0xFF before each use.
@@ -86,9 +86,9 @@ class LatencyCalls(Path, ABC):
 
     _handle_type = CpuLatencyHandle
 
-    def __init__(self, control: ControlPlaneOver[Any], wire: Wire, pending_calls: PendingCalls, poison: bool) -> None:
-        self.config, self.rank = control.config, control.rank
-        self.control = control
+    def __init__(self, exchange: RowExchange, wire: Wire, pending_calls: PendingCalls, poison: bool) -> None:
+        self.config, self.rank = exchange.config, exchange.rank
+        self.exchange = exchange
         self._wire, self._pending_calls = wire, pending_calls
         self._poison = poison
 
@@ -96,7 +96,7 @@ class LatencyCalls(Path, ABC):
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
-        return self._wire.seq + self.control.exchange.seq
+        return self._wire.seq + self.exchange.seq
 
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
@@ -105,13 +105,13 @@ class LatencyCalls(Path, ABC):
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
         if op in OPS_OF_CPUS:
-            self.control.refuse(op, error, deadline)
+            self.exchange.refuse(op, error, deadline)
             return
         self._pending_calls.require_slot()
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         last_seq = self._wire.seq
         try:
-            self._pending_calls.give_up(self._pending_calls.begin(SectionHeader(op, 0, 0, 0), options), error)
+            self._pending_calls.abort(self._pending_calls.begin(SectionHeader(op, 0, 0, 0), options), error)
         except BaseException as raised:
             self._pending_calls.abandon(last_seq, raised)
             raise
@@ -156,7 +156,7 @@ class LatencyCalls(Path, ABC):
         return self._handle_type(
             buffer_id=buffer_id,
             seq=0,
-            epoch=self.control.exchange.epoch,
+            epoch=self.exchange.epoch,
             num_tokens=len(idx),
             num_topk=config.num_topk,
             got=torch.zeros(config.num_ranks, dtype=torch.bool, device="cpu"),

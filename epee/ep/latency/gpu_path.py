@@ -2,8 +2,8 @@
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the CPU side, which attaches memory
 at construction and agrees on the members (`sync`), which admits processes that replace lost ranks
-(`hosts/gpu_members.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal calls
-is found; small results are made when they are read (`gpu/results.py`).
+(`members/gpu_members.py`). A call brings its cache key (`plans.py`), by which what the core has prepared for equal
+calls is found; small results are made when they are read (`gpu/results.py`).
 
 Replacements. A graph contains this rank's addresses, so its memory stays, and it shows the memory's blob in its
 outbox. Before it says that it is ready, all words that other ranks have stored are cleared, and the tags
@@ -49,13 +49,13 @@ from ...gpu.death_notifier import DeathNotifier
 from ...gpu.platform import Platform
 from ...gpu.report import NO_REPORTS, given_up
 from ..config import BufferConfig
-from ..control.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
-from ..control.membership import Agreed
-from ..control.sync import sync
 from ..epoch_memory import TAG_JUMP, CallNumbers, Memory
-from ..hosts.gpu_members import GpuMembers
 from ..losses import death
 from ..making import told_alike
+from ..members.gpu_members import GpuMembers
+from ..members.header import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
+from ..members.membership import Agreed
+from ..members.sync import sync
 from ..paths import GpuPath, Making
 from ..streams import CURRENT, CallStream
 from .checks import check_hook
@@ -100,7 +100,7 @@ class ReceivePhase:
 
     def __init__(self, path: LatencyCudaPath, op: str, half: Half, handle: CudaLatencyHandle | None = None) -> None:
         self.path, self.op, self.half, self.handle = path, op, half, handle
-        self.epoch, self.is_done = path.control.exchange.epoch, False
+        self.epoch, self.is_done = path.exchange.epoch, False
 
     def __call__(self) -> None:
         """Receive, after all checks."""
@@ -119,10 +119,10 @@ class LatencyCudaPath(GpuPath, Memory):
     core: LatencyCore
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self.control, _, self._watch, self._closing = making
+        self.config, self.rank, self.exchange, _, self._watch, self._closing = making
         super().__init__(platform)
         self._timeout_ns = int(timeout * 1e9)
-        self._members: GpuMembers = self.control.exchange.membership
+        self._members: GpuMembers = self.exchange.membership
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
         self._look_at = 0.0  # when a call checks again for dead ranks
@@ -143,7 +143,7 @@ class LatencyCudaPath(GpuPath, Memory):
             raise
 
     def _make_core(self, deadline: float) -> LatencyCore:
-        control, config = self.control, latency_config(self.config, self.rank)
+        config = latency_config(self.config, self.rank)
         if not self._members.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
@@ -152,12 +152,12 @@ class LatencyCudaPath(GpuPath, Memory):
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
         except expected(Exception) as error:
-            control.refuse(OP_GATHER, error, deadline)
+            self.exchange.refuse(OP_GATHER, error, deadline)
             raise
 
     def _gather(self, data: bytes, deadline: float) -> list[bytes]:
         """Gather from all ranks; the first gather exchanges how their memory is mapped."""
-        parts = self.control.all_gather_bytes(data, deadline)
+        parts = self.exchange.all_gather_bytes(data, deadline)
         self._blobs = self._blobs or dict(enumerate(parts))
         return parts
 
@@ -179,13 +179,13 @@ class LatencyCudaPath(GpuPath, Memory):
     def is_told(self, error: Exception) -> bool:
         """Return whether the peers know about `error`, or cannot be notified."""
         # the peers may not know of it
-        is_lost = isinstance(error, InvalidState) and bool(self._given_up or self.control.exchange.end.lost)
+        is_lost = isinstance(error, InvalidState) and bool(self._given_up or self.exchange.lost)
         return not is_lost and (isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it. Does nothing while a graph is recorded."""
         if op in OPS_OF_CPUS:
-            self.control.refuse(op, error, deadline)
+            self.exchange.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
             self.core.refuse(_KERNEL_OPS[op])
 
@@ -228,7 +228,7 @@ class LatencyCudaPath(GpuPath, Memory):
             self._note_timeout("dispatch", error)
             raise
         core, scales = got.handle, got.scales
-        made_by = buffer_id, self.core.num_calls, self.control.exchange.epoch
+        made_by = buffer_id, self.core.num_calls, self.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
         if run_on.is_own:
             run_on.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
@@ -316,7 +316,7 @@ class LatencyCudaPath(GpuPath, Memory):
         )
         if core.device.codes != NO_REPORTS:
             core.check()
-        made_by = buffer_id, core.num_calls, self.control.exchange.epoch
+        made_by = buffer_id, core.num_calls, self.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, got.hook is None)
         if run_on.is_own:
             run_on.keep((x, topk_idx, topk_weights, active_ranks), (got.x, got.scales, got.handle.words, counts))
@@ -343,7 +343,7 @@ class LatencyCudaPath(GpuPath, Memory):
         stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None, return_hook)
         if stream is None or type(handle) is not CudaLatencyHandle:
             return None
-        is_own = handle.buffer_id == known.buffer_id and handle.epoch == self.control.exchange.epoch
+        is_own = handle.buffer_id == known.buffer_id and handle.epoch == self.exchange.epoch
         if not (is_own and handle.is_received):
             return None
         checked = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks, return_hook)
@@ -385,7 +385,7 @@ class LatencyCudaPath(GpuPath, Memory):
             raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
         mask = self.core.active_ranks if active_ranks is None else active_ranks
         used = self.core.memory.tags()
-        return sync(self.control, self._members, mask.tolist(), active_ranks, used, deadline)
+        return sync(self.exchange, self._members, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
 
@@ -437,7 +437,7 @@ class LatencyCudaPath(GpuPath, Memory):
                 stream = core.device.quiet_stream()
             if stream is None:
                 return False
-        epoch = self.control.exchange.epoch
+        epoch = self.exchange.epoch
         if phase.epoch != epoch and not phase.is_done:  # a second call raises that it is one
             check_hook(phase.epoch, epoch)
         if not is_quiet:
@@ -483,14 +483,14 @@ class LatencyCudaPath(GpuPath, Memory):
 
     def _note_calm(self, state: tuple[int, PeerRegions]) -> None:
         """Record that nothing delays any call, strict or not (`quiet_stream`)."""
-        if not self.control.exchange.membership.must_turn:
+        if not self.exchange.membership.must_turn:
             self._members.note_calm(state)
 
     def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
         """Raise that a dead rank is the cause of a timeout, if it is; else allow no call before a sync."""
         if dead := self._dead():
             raise self._death(op, dead) from error
-        where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self.control.exchange.epoch)
+        where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self.exchange.epoch)
         self._given_up = given_up(where)
 
     def _dead(self) -> tuple[int, ...]:
@@ -499,7 +499,7 @@ class LatencyCudaPath(GpuPath, Memory):
         return tuple(sorted({*dead, *told})) if told else dead
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
-        seq, epoch = self.core.num_calls, self.control.exchange.epoch
+        seq, epoch = self.core.num_calls, self.exchange.epoch
         where = context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)
         return death(where, dead, op, seq, epoch, "pass active_ranks= to continue without it")
 

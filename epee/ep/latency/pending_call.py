@@ -1,13 +1,13 @@
 """The steps of every `LatencyBuffer` call: begin, wait for room, wait for the peers' messages, mark the lost ranks.
 
-A `PendingCall` is one call between its first step and its last; `PendingCalls` takes it through them over a `Wire`.
+`PendingCalls` takes a `PendingCall` (`call.py`) from its first step to its last over a `Wire`.
 Whatever ends a call, its slot is freed: a failed call leaves nothing behind that could delay or mix with a later one.
 
 An exception from a signal handler can come between any two lines, so a call is recorded before it takes its slot, and
 is aborted by `abandon` when it raises. A call without an owner all the same, whose caller has no hook to receive it, is
 aborted by the next call or by `sync` (`reclaim`).
 
-A call without a mask ends in the same way on all ranks (`control/ending.py`): a rank that does not get all messages in
+A call without a mask ends in the same way on all ranks (`latency/call.py`): a rank that does not get all messages in
 time, or is interrupted in its wait, aborts the call for all, unless a peer has got all of its own: then it completes
 the call too. With a mask each rank ends the call by itself: a missing rank is recorded in the mask.
 
@@ -25,9 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
-import torch
-
-from ...arrays import plain_tensors, writing
+from ...arrays import writing
 from ...errors import (
     CommTimeoutError,
     EpeeError,
@@ -38,13 +36,12 @@ from ...errors import (
     context,
     is_own,
 )
-from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S
-from ..control.ending import CallEnd
-from ..control.messages import reason_bytes
+from ..members.header import reason_bytes
+from .call import PendingCall
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
-from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, SectionHeader, Timeouts, Wire
+from .wire import NUM_AGREED, OP_NAMES, SectionHeader, Timeouts, Wire
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result", LatencyDispatched, LatencyCombined)
@@ -73,86 +70,6 @@ class NoFreeSlot(InvalidState):
     """The call cannot even be refused: no slot is free by which to notify the peers. An `InvalidState` for callers."""
 
 
-class PendingCall:
-    """One call between its first step and its last; the `Caller` of its end.
-
-    Attributes:
-        seq: its number.
-        head: what must be equal on all ranks; sent to each with what differs.
-        options: of the call.
-        lost: the lost ranks, and why.
-        active: ranks that this phase counts on.
-        wait_us: microseconds that the receive phase has waited for each rank.
-        words: by which the ranks agree on the end of a call without a mask.
-        gathered: its number when this rank has all messages of such a call, 0 before.
-        is_received: its hook has begun to receive.
-    """
-
-    is_received = False
-
-    part = "part"
-
-    def __init__(self, seq: int, head: SectionHeader, options: LatencyOptions, wire: Wire, epoch: int) -> None:
-        self.seq = seq
-        self.op = OP_NAMES[head.op]
-        self.rank = wire.rank
-        self._has_come = wire.is_here
-        self.epoch = epoch
-        self.gathered = 0
-        num_ranks = wire.config.num_ranks
-        self.words = wire.end_words(seq)
-        self.dead = wire.ended
-        self.head = head
-        self.options = options
-        self.lost: dict[int, str] = {}
-        self.active = [True] * num_ranks
-        with plain_tensors():
-            self.wait_us = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
-        self.start()
-
-    def start(self) -> None:
-        """Start the clock of a phase."""
-        self.started = time.monotonic()
-        self.timeouts = Timeouts(self.started + self.options.timeout_s, self.options.timeout_s)
-
-    @property
-    def began(self) -> float:
-        """When the phase began, a `time.monotonic()` value."""
-        return self.started
-
-    @property
-    def is_pull(self) -> bool:
-        """Whether the others may complete the call without anything more from this rank."""
-        return self.head.op == LATENCY_COMBINE  # after a dispatch the next calls differ, and a message says so
-
-    @property
-    def mark(self) -> int:
-        """The call's tag."""
-        return tag(self.epoch, self.seq)
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether the call ends in the same way on all ranks."""
-        return self.options.active_ranks is None
-
-    def where(self, peer: int, started: float | None = None) -> str:
-        """Return the call as named in messages."""
-        elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
-        return context(self.op, rank=self.rank, peer=peer, seq=self.seq, **elapsed)
-
-    def behind(self, want: int) -> list[int]:
-        """Return the ranks whose message is not here."""
-        return [rank for rank in self.others() if not self._has_come(rank, self.seq)]
-
-    def others(self) -> list[int]:
-        """Return the other ranks that this phase counts on."""
-        return [rank for rank, is_active in enumerate(self.active) if is_active and rank != self.rank]
-
-    def peers(self) -> list[int]:
-        """Return the ranks that still count, ascending."""
-        return [rank for rank, is_active in enumerate(self.active) if is_active and rank not in self.lost]
-
-
 class PendingCalls:
     """Takes calls through their steps.
 
@@ -179,7 +96,7 @@ class PendingCalls:
         self._hide = hide
         self._begun: dict[int, PendingCall] = {}  # by number: calls that have a slot, or are about to take it
         self._hooks: dict[int, Callable[[], bool]] = {}  # by number: whether a caller can still receive
-        self._unknown: list[CallEnd] = []  # of calls that this rank aborted and that may have succeeded on others
+        self._unknown: list[PendingCall] = []  # calls that this rank aborted and that may have succeeded on others
         self._lost = ""  # why the buffer cannot continue
 
     def require_slot(self) -> None:
@@ -201,10 +118,10 @@ class PendingCalls:
             CommTimeoutError: the end of a call is still open.
         """
         self.reclaim()
-        for end in self._unknown[:]:
-            end.settle()
-            self._lost = self._lost or end.lost
-            self._unknown.remove(end)
+        for pending_call in self._unknown[:]:
+            pending_call.settle()
+            self._lost = self._lost or pending_call.diverged
+            self._unknown.remove(pending_call)
         if self._lost:
             raise InvalidState(self._lost)
 
@@ -259,7 +176,7 @@ class PendingCalls:
         pending_call = self._begun[seq]
         try:
             if seq <= self.wire.seq:  # otherwise it was not counted: it has not begun
-                self.give_up(pending_call, error)
+                self.abort(pending_call, error)
         finally:
             self._hooks.pop(seq, None)
             self._begun.pop(seq, None)
@@ -307,13 +224,13 @@ class PendingCalls:
         heads = self._heads(pending_call)
         if not pending_call.is_alike:
             return heads
-        if not pending_call.lost and not pending_call.words.withdrawn(pending_call.mark):
+        if not pending_call.lost and not pending_call.words.aborted_by(pending_call.mark):
             pending_call.words.has_gathered(pending_call.mark)
         else:
             error = self._loss(pending_call)
-            self._end_of(pending_call).give_up(error)
+            pending_call.abort(error)
             heads = self._follow(pending_call, heads, error)
-        pending_call.gathered = pending_call.seq
+        pending_call.has_gathered = True
         return heads
 
     def _heads(self, pending_call: PendingCall) -> dict[int, SectionHeader]:
@@ -337,13 +254,6 @@ class PendingCalls:
         self.agree(pending_call, src, head, reason)
         return head
 
-    def _end_of(self, pending_call: PendingCall) -> CallEnd:
-        """Return the object that determines how an aborted call ends."""
-        end = CallEnd(pending_call)
-        end.begin(pending_call.words)
-        end.open(pending_call.seq)
-        return end
-
     def _follow(
         self, pending_call: PendingCall, heads: dict[int, SectionHeader], error: EpeeError | None
     ) -> dict[int, SectionHeader]:
@@ -351,11 +261,11 @@ class PendingCalls:
         timeouts = Timeouts(time.monotonic() + GRACE_S, 0.0)
         for src in sorted(pending_call.lost):
             if not self.wire.has_come(src, pending_call.seq, timeouts):
-                raise error or self._end_of(pending_call).given_up()
+                raise error or pending_call.aborted()
             del pending_call.lost[src]
             head = self.head(pending_call, src)
             if head is None:
-                raise error or self._end_of(pending_call).given_up()
+                raise error or pending_call.aborted()
             heads[src] = head
         return dict(sorted(heads.items()))
 
@@ -363,19 +273,19 @@ class PendingCalls:
         """Determine how a call without a mask ends whose caller gets `error`, at the latest in the next call."""
         if not pending_call.is_alike:
             return
-        end = self._end_of(pending_call)
-        if isinstance(error, MismatchError) and is_own(error) and not pending_call.gathered:
+        if isinstance(error, MismatchError) and is_own(error) and not pending_call.has_gathered:
             # no rank can have matching messages: each of them sees the mismatch, or that the call has failed
-            end.fail()
+            pending_call.fail()
             return
-        self._unknown.append(end)
+        pending_call.is_open = True
+        self._unknown.append(pending_call)
         if not pending_call.words.is_gathered(pending_call.mark):
             try:
-                end.give_up(error)
+                pending_call.abort(error)
             except BaseException as raised:  # noqa: BLE001 - `error`, or that its end is open; the caller has `error`
                 _log.debug("a call that was left: %s", raised)
-            if not end.is_open:
-                self._unknown.remove(end)
+            if not pending_call.is_open:
+                self._unknown.remove(pending_call)
 
     def agree(self, pending_call: PendingCall, src: int, head: SectionHeader, reason: str) -> None:
         """Raise `MismatchError` unless a peer makes the same call."""
@@ -400,11 +310,11 @@ class PendingCalls:
         except GeneratorExit:  # an interrupt in contextlib's own lines: noticed when this is dropped, maybe calls later
             raise
         except BaseException as error:
-            self.give_up(pending_call, error)
+            self.abort(pending_call, error)
             raise
         self.mark(pending_call)
 
-    def give_up(self, pending_call: PendingCall, error: BaseException) -> None:
+    def abort(self, pending_call: PendingCall, error: BaseException) -> None:
         """End a call that this rank cannot make, and notify the peers that have not got its message.
 
         A call that lacks a rank is not refused, but aborted for all: peers may have found the loss, or have aborted it.
@@ -424,7 +334,7 @@ class PendingCalls:
             if is_sent:
                 self.leave(pending_call, error)
             elif pending_call.is_alike:
-                self._end_of(pending_call).fail()  # no rank has anything from this rank
+                pending_call.fail()  # no rank has anything from this rank
             self._free(pending_call)
 
     def finish(self, pending_call: PendingCall, result: _Result, receive: Callable[[], None]) -> _Result:
@@ -526,8 +436,8 @@ class PendingCalls:
         lost = sorted([*dead, *failed]) or gone or sorted(pending_call.lost)
         if not (dead or gone) and self._may_be_refused(pending_call):
             self._await_refusal(pending_call)
-        if not (dead or gone) and words.withdrawn(mark):
-            return self._end_of(pending_call).given_up()
+        if not (dead or gone) and words.aborted_by(mark):
+            return pending_call.aborted()
         where, names = pending_call.where(lost[0], pending_call.started), ", ".join(map(str, lost))
         if dead or failed:
             words.lost = sum(1 << rank for rank in lost)

@@ -18,7 +18,7 @@ from ...gpu.payload import DoesNotFit
 from ...memory.layout import Field, Layout
 from ...memory.shared import SharedRegion
 from ..config import BufferConfig, sizes_code
-from ..control.withdrawal import LINE_WORDS
+from .aborts import LINE_WORDS
 
 REASON_BYTES = 240
 NUM_HEAD_FIELDS = 8

@@ -14,7 +14,7 @@ otherwise one missing rank would make the ranks that waited for it in vain seem 
 
 A call without a mask ends in the same way on all ranks: a rank that has all messages checks whether a peer has aborted
 the call before it continues, and a rank that aborts completes the call after all if a peer has all of its messages
-(`ends`, `control/withdrawal.py`). A rank announces that it has begun a call before it sends anything, so while that
+(`ends`, `latency/aborts.py`). A rank announces that it has begun a call before it sends anything, so while that
 word is missing no rank has all messages, and none will.
 
 `cut` notifies a rank that a peer excludes it, so that it need not wait for the timeout to find out. It names the call:
@@ -41,8 +41,8 @@ import numpy as np
 from ...errors import ProtocolError
 from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, futex_sleep, futex_wake, tag, untag
 from ..config import MAX_LATENCY_TOKENS, BufferConfig
-from ..control.withdrawal import EndWords
 from ..throughput.placement import Ints
+from .aborts import EndWords
 from .region import HEAD_WORDS, REASON_BYTES, RegionWords
 
 OP_NAMES = ("none", "dispatch", "combine")
@@ -183,11 +183,11 @@ class Wire(ABC):
         """Return the words by which the ranks agree on how a call ends."""
         line = self.regions[self.rank].at("ends", self.slot(seq))
         words = {rank: region.words for rank, region in enumerate(self.regions)}
-        return EndWords(self.rank, words, lambda rank: line, lambda parity, rank: line)
+        return EndWords(self.rank, words, line)
 
-    def is_given_up(self, seq: int) -> bool:
+    def is_aborted(self, seq: int) -> bool:
         """Whether a peer has aborted the call."""
-        return bool(self.end_words(seq).withdrawn(tag(self._epoch(), seq)))
+        return bool(self.end_words(seq).aborted_by(tag(self._epoch(), seq)))
 
     # -- exclusion of ranks
 
@@ -282,7 +282,7 @@ class Wire(ABC):
             self.interrupt()
             self._show(self.op, seq, [peer])
             now = time.monotonic()
-            if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
+            if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_aborted(seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + timeouts.timeout_s, limit)

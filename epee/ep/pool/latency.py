@@ -61,8 +61,8 @@ from ...errors import (
 )
 from ...gpu.payload import DoesNotFit
 from ..config import MAX_LATENCY_TOKENS
-from ..control.bootstrap import refuse_to_make, timeout_of
 from ..latency.buffer import LatencyBuffer
+from ..members.bootstrap import refuse_to_make, timeout_of
 from ..streams import is_capturing
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
 

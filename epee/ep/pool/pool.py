@@ -17,9 +17,9 @@ from ...arrays import array_of
 from ...errors import EpeeError, InvalidState, expected
 from ...torch_private import metadata_check_of
 from ..base import SharedBuffer
-from ..control.bootstrap import all_gather_bytes, hosts_of, refuse_to_make
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
+from ..members.bootstrap import all_gather_bytes, hosts_of, refuse_to_make
 from ..streams import CallStream, CallStreams, RunOptions
 from . import agreement
 from .latency import LatelyKey, LatencyRooms, current_gpu

@@ -32,7 +32,7 @@ from ...gpu.report import NoRoomError
 from ...torch_private import MAX_CHECKS, MetadataCheck
 from ..buffer import Buffer, DispatchLike
 from ..config import CPU, MAX_TOPK, BufferConfig
-from ..control.bootstrap import refuse as refuse_birth
+from ..members.bootstrap import refuse as refuse_birth
 from ..streams import is_capturing
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
 

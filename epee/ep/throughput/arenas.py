@@ -21,9 +21,9 @@ from ...memory.layout import Field
 from ...memory.shared import BLOB_BYTES
 from ..checks import PayloadRows
 from ..config import BufferConfig
-from ..control.header import ExchangedRows
 from ..handle import Payload
-from ..hosts.direct import DirectExchange
+from ..members.direct import DirectExchange
+from ..members.header import ExchangedRows
 from .rows import rows_of, typed
 
 
@@ -52,14 +52,18 @@ class OwnArenas:
         """Bytes that this rank's arenas map; pages never touched cost nothing."""
         return sum(arena.region.mapped_bytes for arena in self._own.values())
 
-    def of(self, layout: str, alignment: int) -> tuple[Arena, int]:
+    def of(self, layout: str, alignment: int, seq: int, settled: int) -> tuple[Arena, int]:
         """Return the arena of a layout and the alignment that it was made for, `alignment` at least.
 
         Where peers may still access all slots, because calls have failed one after another, it is made anew.
+
+        Args:
+            layout, alignment: of the call to come.
+            seq, settled: as of `SlotPool.between_calls`.
         """
         arena = self._own.get(layout)
         needed = alignment if layout == "expert" else 1
-        if arena is not None and self._alignment[layout] >= needed and not arena.pool.is_exhausted:
+        if arena is not None and arena.pool.between_calls(seq, settled) and self._alignment[layout] >= needed:
             return arena, self._alignment[layout]
         needed = max(needed, self._alignment[layout])
         slot_layout = self._config.slot_layout(layout, needed)
@@ -79,7 +83,10 @@ class OwnArenas:
 
     def result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
         """Return the received rows: a lease on the slot, or a copy when the maximum is leased."""
-        fields = self.fields(payload, num_recv)
+        fields = [Field("payload", payload.dtype, (num_recv, self._config.hidden))]
+        if payload.scales is not None:
+            assert payload.scale_dtype is not None
+            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
         if num_recv == 0:
             arena.pool.give_back(slot)
             tensors = [torch.empty(field.shape, dtype=field.dtype, device="cpu") for field in fields]
@@ -90,14 +97,6 @@ class OwnArenas:
             arena.pool.give_back(slot)
             self.num_copied += 1
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
-
-    def fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
-        """Return the fields of the received rows in a slot, and of their scales."""
-        fields = [Field("payload", payload.dtype, (num_recv, self._config.hidden))]
-        if payload.scales is not None:
-            assert payload.scale_dtype is not None
-            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
-        return fields
 
     def close(self) -> None:
         """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
@@ -128,18 +127,11 @@ class Arenas(OwnArenas):
         self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
         self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
 
-    def of(self, layout: str, alignment: int) -> tuple[Arena, int]:
-        """As `OwnArenas.of`; frees the slots that are no longer held and that no peer may touch."""
-        arena = self._own.get(layout)
-        if arena is not None:
-            arena.pool.reclaim(self._exchange.seq)
-            arena.pool.passed(self._exchange.settled)
-        return super().of(layout, alignment)
-
     def let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
         """Free a slot. Once the call was announced, peers may touch it until they have passed the call."""
-        if self._exchange.seq > last_seq:
-            arena.pool.cool(slot, self._exchange.seq)
+        seq = self._exchange.engine.seq
+        if seq > last_seq:
+            arena.pool.cool(slot, seq)
         else:
             arena.pool.give_back(slot)
 

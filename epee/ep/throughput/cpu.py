@@ -2,7 +2,7 @@
 
 Dispatch: every rank gives its counts and a slot of its arena to all; from the counts of all ranks each one computes
 where its rows go (`placement.py`) and copies each row there. The source rank writes, into segments that no other rank's
-segments overlap. Order: the exchange of rows (`hosts/direct.py`) comes before the first store into a peer's slot, the
+segments overlap. Order: the exchange of rows (`members/direct.py`) comes before the first store into a peer's slot, the
 data call, which all ranks make, after the last one.
 
 Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
@@ -10,10 +10,10 @@ Combine pulls: a rank puts its expert outputs into a slot of its own arena (or f
 float32 in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
 
 A crash between two steps leaves half-written rows in a slot of an epoch that is over: the dispatch is made again
-without the rank (`hosts/direct.py`), in other arenas; nothing half-written is ever returned. A result that all sources
-have completed stays in its slot: no rank has a grant to write there again.
+without the rank (`members/direct.py`), in other arenas; nothing half-written is ever returned. A result that all
+sources have completed stays in its slot: no rank has a grant to write there again.
 
-Arguments are checked in `checks.py`; data of peers is checked here and in `hosts/rows.py`.
+Arguments are checked in `checks.py`; data of peers is checked here and in `members/rows.py`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from functools import partial
 import torch
 
 from ...arrays import Array, array_of, writing
-from ...errors import (
-    NoQuorumError,
-    PeerError,
-    is_own,
-)
+from ...errors import NoQuorumError, PeerError, is_own
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall
-from ..control.header import ExchangedRows, Moved, combine_header, dispatch_header
-from ..control.sync import sync
 from ..handle import Combined, CpuHandle, Dispatched, Handle
-from ..hosts.direct import DirectExchange
+from ..members.direct import DirectExchange
+from ..members.header import ExchangedRows, Moved, combine_header, dispatch_header
+from ..members.sync import sync
 from ..paths import Making, Path
 from ..streams import CallStream, RunOptions
 from .arenas import Arenas, clear_padding
@@ -72,18 +68,19 @@ class CpuPath(Path):
     """Moves rows through the arenas of one buffer.
 
     Args:
-        making: the parts that it is made of; the row exchange of its CPU side orders the calls.
+        making: the parts that it is made of; the exchange of rows orders the calls.
         poison: fill slots with 0xFF before each use.
 
     Attributes:
         arenas: this rank's, and what it has mapped of the peers'.
     """
 
+    exchange: DirectExchange
+
     def __init__(self, making: Making, poison: bool) -> None:
         self.config = config = making.config
         self.rank = making.rank
-        self.control = making.control
-        self.exchange: DirectExchange = making.control.exchange
+        self.exchange = making.exchange
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
 
@@ -96,7 +93,7 @@ class CpuPath(Path):
         """Agree on the members; raises as `Buffer.sync`."""
         assert active_ranks is not None
         marks = active_ranks.tolist()
-        return sync(self.control, self.exchange.membership, marks, active_ranks, 0, deadline)
+        return sync(self.exchange, self.exchange.membership, marks, active_ranks, 0, deadline)
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been announced to the peers."""
@@ -110,22 +107,27 @@ class CpuPath(Path):
     def dispatch(self, call: DispatchCall, deadline: float, call_stream: CallStream, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         limit_s = deadline - time.monotonic()
-        arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
+        exchange, last_seq = self.exchange, self.exchange.engine.seq
+        arena, alignment = self.arenas.of(call.layout, call.expert_alignment, last_seq, exchange.settled)
         slot = self.arenas.take(arena)
         counts = call.plan.counts if call.plan is not None else None
-        last_seq = self.exchange.seq
         try:
             header = dispatch_header(call, self.rank, slot, alignment)
-            rows = self.exchange.call(header, counts, arena.region.blob, deadline)
-            handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
+            rows = exchange.call(header, counts, arena.region.blob, deadline)
+            if call.handle is None:
+                place = CallPlace(self._buffer_id, exchange.engine.seq, exchange.epoch, self.rank)
+                may_lose = exchange.reduced_members is not None or not exchange.membership.raises
+                handle = new_handle(call, rows, place, self.config, may_lose)
+            else:
+                handle = _own(call.handle)
             # Ranks that have the payload of all complete the call, so one that times out now is alone with that: a
             # rank whose row came late has the whole timeout for its payload.
             deadline = max(deadline, time.monotonic() + limit_s)
             slots = self.arenas.attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
-            self.exchange.wait_data(deadline)
+            exchange.wait_data(deadline)
             result = self._receive(call, handle, arena, slot)
-            self.exchange.end.close()
+            exchange.close_call()
             return result
         except BaseException as error:
             self.arenas.let_go(arena, slot, last_seq)
@@ -133,24 +135,23 @@ class CpuPath(Path):
             is_loss = isinstance(error, Moved) or (
                 isinstance(error, PeerError) and is_own(error) and not isinstance(error, NoQuorumError)
             )
-            if self.exchange.seq > last_seq and not is_loss:
-                self.exchange.abandon()  # peers may wait for rows that will not arrive
+            if exchange.engine.seq > last_seq and not is_loss:
+                exchange.abandon()  # peers may wait for rows that will not arrive
             raise
 
     def combine(self, call: CombineCall, deadline: float, call_stream: CallStream, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
-        layout = call.handle.layout
-        arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)
+        layout, last_seq = call.handle.layout, self.exchange.engine.seq
+        arena, alignment = self.arenas.of(layout, call.handle.expert_alignment, last_seq, self.exchange.settled)
         slot = arena.leased_input(call.y) if call.y.numel() else None
         is_staged = slot is not None
         slot = self.arenas.take(arena) if slot is None else slot
-        last_seq = self.exchange.seq
         try:
             self._stage(call, arena, slot, is_staged)
             header = combine_header(call, self.rank, slot, alignment)
             rows = self.exchange.call(header, None, arena.region.blob, deadline)
             result = self._pull(call, self.arenas.attach(layout, rows, deadline), rows)
-            self.exchange.end.close()
+            self.exchange.close_call()
             return result
         finally:
             self.arenas.let_go(arena, slot, last_seq)
@@ -158,7 +159,8 @@ class CpuPath(Path):
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
-        arena, _ = self.arenas.of(handle.layout, handle.expert_alignment)
+        seq = self.exchange.engine.seq
+        arena, _ = self.arenas.of(handle.layout, handle.expert_alignment, seq, self.exchange.settled)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype, device="cpu")
         slot = self.arenas.take(arena)
@@ -177,12 +179,6 @@ class CpuPath(Path):
 
     # -- dispatch
 
-    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> CpuHandle:
-        exchange = self.exchange
-        may_lose = not (exchange.membership.raises and exchange.reduced_members is None)
-        place = CallPlace(self._buffer_id, exchange.seq, exchange.epoch, self.rank)
-        return new_handle(call, rows, place, self.config, may_lose)
-
     def _send(self, call: DispatchCall, handle: CpuHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
         tokens, segments = array_of(handle.plan.tokens), by_rank(handle.placement.segments)
@@ -190,7 +186,7 @@ class CpuPath(Path):
         parts = [("payload", array_of(call.payload.rows), tokens, segments)]
         if call.payload.scales is not None:
             parts.append(("scales", array_of(call.payload.scales), tokens, segments))
-        packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
+        packed = pack_meta(call, handle, self.config.meta_words[handle.layout])
         if packed is not None and handle.layout == "rank":
             parts.append(("meta", packed, tokens, segments))
         elif packed is not None:
@@ -201,17 +197,20 @@ class CpuPath(Path):
                 continue
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
             for name, source, index, segments in parts:
-                for segment in segments.get(dst_rank, ()):
-                    place = rows_of(target, slot, name, segment.dst_row, segment.num_rows, source.shape[1])
-                    write_rows(source, index, segment, place)
+                if dst_rank in segments:
+                    field, width = target.array(slot, name), source.shape[1]
+                    places = field[: len(field) // width * width].reshape(-1, width)
+                    for segment in segments[dst_rank]:
+                        place = places[segment.dst_row : segment.dst_row + segment.num_rows]
+                        write_rows(source, index, segment, place)
 
     def _receive(self, call: DispatchCall, handle: CpuHandle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
-            words = self.config.meta_words(handle.layout)
-            meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
+            words = self.config.meta_words[handle.layout]
+            meta = arena.array(slot, "meta")[: sum(handle.placement.num_received) * words].reshape(-1, words)
             handle = with_meta(call, handle, meta, self.rank * self.config.num_local_experts)
         clear_padding(call.payload, handle.placement.padding, arena, slot)
-        x = self.arenas.result(call.payload, handle.num_recv, arena, slot)
+        x = self.arenas.result(call.payload, handle.placement.num_recv, arena, slot)
         return dispatched(call, handle, x, self._lost())
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
@@ -241,9 +240,9 @@ class CpuPath(Path):
     def _rows_for_others(self, handle: CpuHandle) -> tuple[tuple[int, int], ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
         if handle.layout == "expert":
-            return ((0, handle.num_recv),)
-        first = sum(handle.num_received[: self.rank])
-        return (0, first), (first + handle.num_received[self.rank], handle.num_recv)
+            return ((0, handle.placement.num_recv),)
+        first = sum(handle.placement.num_received[: self.rank])
+        return (0, first), (first + handle.placement.num_received[self.rank], handle.placement.num_recv)
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: ExchangedRows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden

@@ -19,8 +19,8 @@ from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...memory.fresh import Late
 from ..checks import DispatchCall
 from ..config import BufferConfig
-from ..control.exchanging import RowExchange
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
+from ..members.rows import RowExchange
 from .gpu.dispatch import DispatchPlan
 from .gpu.types import DispatchResult, ThroughputHandle, without_weights
 from .gpu.views import KeptRows

@@ -1,9 +1,9 @@
 """Dispatch and combine for CUDA tensors: the GPU side of a `Buffer`.
 
 Data path: a call finds its plan (`gpu/dispatch.py`, `gpu/combine.py`), which launches the kernels; these move the rows,
-from GPU to GPU. The CPU waits for nothing but a dispatch's counts, and only when asked to. The CPU side
-(`control/messages.py`) attaches memory at construction, and serves `all_gather_bytes` and the reasons of refusals; no
-call that moves rows waits for it.
+from GPU to GPU. The CPU waits for nothing but a dispatch's counts, and only when asked to. The exchange of the CPUs
+(`members/epoch_members.py`) attaches memory at construction, and serves `all_gather_bytes` and the reasons of refusals;
+no call that moves rows waits for it.
 
 Protocol: GPU calls are counted by the kernels themselves. Every call that one rank makes, the others make as well, so a
 rank whose call fails before its first kernel takes part by a refusal (`combine.refuse`), which ends the peers' call
@@ -32,13 +32,12 @@ from ...gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM,
 from ...gpu.shapes import ThroughputConfig, slots_of
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.header import OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS
-from ..control.messages import reason_bytes
-from ..control.sync import sync
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
-from ..hosts.gpu_members import GpuMembers
 from ..making import told_alike
+from ..members.gpu_members import GpuMembers
+from ..members.header import OP_DISPATCH, OP_GATHER, OP_NAMES, OPS_OF_CPUS, reason_bytes
+from ..members.sync import sync
 from ..paths import GpuPath, Making
 from ..plans import ALIGNMENT, KnownPlans
 from ..streams import CURRENT, CallStream, RunOptions
@@ -94,12 +93,10 @@ class CudaPath(GpuPath):
     barrier_op = OP_DISPATCH
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self.control, buffer_id, self._watch, self._closing = making
-        control = self.control
-        self._exchange = control.exchange
-        self._handles = HandleMaker(self.config, self.rank, buffer_id, control.exchange)
+        self.config, self.rank, self.exchange, buffer_id, self._watch, self._closing = making
+        self._handles = HandleMaker(self.config, self.rank, buffer_id, self.exchange)
         super().__init__(platform)
-        self._members: GpuMembers = control.exchange.membership
+        self._members: GpuMembers = self.exchange.membership
         self._timeout = timeout
         deadline = time.monotonic() + timeout
         config = throughput_config(self.config, self.rank)
@@ -126,7 +123,7 @@ class CudaPath(GpuPath):
         except expected(CommTimeoutError, PeerError, AbortedError):
             raise
         except expected(Exception) as error:
-            self.control.refuse(OP_GATHER, error, deadline)
+            self.exchange.refuse(OP_GATHER, error, deadline)
             raise
 
     def _require_all(self) -> None:
@@ -153,7 +150,7 @@ class CudaPath(GpuPath):
         shape = self.shape.beside(throughput_config(config, self.rank))
         other = copy.copy(self)
         other.config, other.shape = config, shape
-        other._handles = HandleMaker(config, self.rank, buffer_id, self._exchange)
+        other._handles = HandleMaker(config, self.rank, buffer_id, self.exchange)
         return other
 
     @property
@@ -206,7 +203,7 @@ class CudaPath(GpuPath):
         except expected(EpeeError) as error:
             self._epochs.blame_death("dispatch", error, is_capturing)
             raise
-        exchange = self._exchange
+        exchange = self.exchange
         handle = self._handles.made(call, got, known)
         result = CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, self._epochs.lost)
         if run_on.is_own:
@@ -250,7 +247,7 @@ class CudaPath(GpuPath):
             weights,
             run_on.event(self.config.device, self.machine.stream),
             self.config.num_ranks,
-            self._exchange.epoch,
+            self.exchange.epoch,
             lost,
             self._lost_weight(handle, lost),
         )
@@ -295,12 +292,12 @@ class CudaPath(GpuPath):
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return sync(self.control, self._members, marks, active_ranks, self.machine.tags(), deadline)
+        return sync(self.exchange, self._members, marks, active_ranks, self.machine.tags(), deadline)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Does nothing while a graph is recorded."""
         if op in OPS_OF_CPUS:
-            self.control.refuse(op, error, deadline)
+            self.exchange.refuse(op, error, deadline)
         elif self._platform.is_capturing():
             return
         elif isinstance(error, NoRoomError):
@@ -330,7 +327,7 @@ class CudaPath(GpuPath):
     def _all_gather(self, data: bytes) -> list[bytes]:
         if not self._members.is_in:  # a replacement maps the others' memory when they have admitted it
             return [data] * self.config.num_ranks
-        return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
+        return self.exchange.all_gather_bytes(data, time.monotonic() + self._timeout)
 
     def quiet_stream(self) -> int | None:
         """Return the current stream if a cached call needs no checks (fast path allowed), else None.
@@ -341,7 +338,7 @@ class CudaPath(GpuPath):
         is_quiet = (
             not (self._closing.asked or self._notifier.told)
             and self._members.is_calm()
-            and self._exchange.reduced_members is None
+            and self.exchange.reduced_members is None
         )
         return self.machine.quiet_stream() if is_quiet else None
 
@@ -380,7 +377,7 @@ class CudaPath(GpuPath):
         got = plan.start((values, scales, topk_weights), route, known_core, self._timeout, stream, is_late=True)
         if self.machine.codes != NO_REPORTS:
             self.machine.check()  # reports of this call's kernels so far
-        epoch = self._exchange.epoch
+        epoch = self.exchange.epoch
         if handle is None:
             made = self._handles.like(plan, got, epoch)
         else:
@@ -406,7 +403,7 @@ class CudaPath(GpuPath):
         got = plan.start((values, scales, topk_weights), topk_idx, None, self._timeout, stream, is_late=False)
         if machine.codes != NO_REPORTS:
             machine.check()
-        epoch = self._exchange.epoch
+        epoch = self.exchange.epoch
         handle = self._handles.like(plan, got, epoch)
         result = CudaDispatched(got, None if scales is None else scales.dtype, handle, epoch, ())
         result.topk_idx, result.topk_weights = got.topk_idx, got.topk_weights
@@ -426,7 +423,7 @@ class CudaPath(GpuPath):
         stream = self.quiet_stream()
         if stream is None or type(handle) is not CudaHandle:
             return None
-        epoch = self._exchange.epoch
+        epoch = self.exchange.epoch
         if handle.buffer_id != known.buffer_id or handle.epoch != epoch:
             return None
         found = known.combine(y, handle, topk_weights, num_sms)

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from ..config import BufferConfig, round_up
+from ...memory.layout import align_up
+from ..config import BufferConfig
 from ..handle import CpuHandle, DispatchRouting
 from .placement import Placement, Segment, SendPlan
 
@@ -23,7 +24,7 @@ def count_local(handle: CpuHandle, kept: torch.Tensor | slice) -> list[int]:
         return [0] * num_experts
     ids = handle.recv_topk_idx[kept]
     counts = torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
-    return [round_up(count, handle.expert_alignment) for count in counts]
+    return [align_up(count, handle.expert_alignment) for count in counts]
 
 
 def without_destinations(handle: CpuHandle, missing: Collection[int]) -> CpuHandle:

@@ -21,7 +21,7 @@ import torch
 from ...arrays import array_of
 from ...errors import InvalidArgument, ProtocolError
 from ...gpu.payload import overflow
-from ..config import BufferConfig, round_up
+from ..config import BufferConfig
 
 # Routing is small integer work: numpy does it with a third of torch's cost per operation.
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -140,11 +140,10 @@ class Placement(NamedTuple):
     padding: list[tuple[int, int]]
 
 
-def kept_rows(per_rank: list[list[int]], capacity: int) -> list[list[int]]:
+def kept_rows(asked: Ints, capacity: int) -> Ints:
     """Return the rest of `Counts.per_rank` if each rank keeps the first `capacity` rows, sources ascending."""
-    asked = np.array(per_rank, dtype=np.int64)
     ends = asked.cumsum(0)
-    kept: list[list[int]] = (np.minimum(ends, capacity) - np.minimum(ends - asked, capacity)).tolist()
+    kept: Ints = np.minimum(ends, capacity) - np.minimum(ends - asked, capacity)
     return kept
 
 
@@ -169,11 +168,11 @@ class Counts(NamedTuple):
     """The counts that all ranks are about to send.
 
     Attributes:
-        per_rank: `per_rank[s][d]` rows go from rank s to rank d.
+        per_rank: `[num_ranks, num_ranks]` int64, rows that each rank sends to each rank.
         per_expert: `[num_ranks, num_experts]` int64, (token, k) slots that each rank gives each expert.
     """
 
-    per_rank: list[list[int]]
+    per_rank: Ints
     per_expert: Ints
 
 
@@ -211,8 +210,7 @@ def checked_counts(
         possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
     if not possible:
         raise ProtocolError(f"{where()}: the exchanged counts are impossible; the memory of a rank is corrupt")
-    sent = per_rank.tolist()
-    counts = Counts(sent if most is None else kept_rows(sent, most), per_expert)
+    counts = Counts(per_rank if most is None else kept_rows(per_rank, most), per_expert)
     needed = num_rows_needed(counts, layout, alignment, config)
     capacity = config.capacity(layout, alignment)
     worst = max(range(num_ranks), key=needed.__getitem__)
@@ -224,21 +222,23 @@ def checked_counts(
 def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:
     """Return how many rows each rank will hold, padding included."""
     if layout == "rank":
-        return [sum(column) for column in zip(*counts.per_rank, strict=True)]
-    padded = -(-counts.per_expert.sum(0) // alignment) * alignment
+        return counts.per_rank.sum(0).tolist()
+    padded = aligned(counts.per_expert.sum(0), alignment)
     return padded.reshape(config.num_ranks, config.num_local_experts).sum(1).tolist()
+
+
+def aligned(counts: Ints, alignment: int) -> Ints:
+    """Return counts of the rows of experts rounded up to the alignment: the sizes of their blocks."""
+    return counts if alignment == 1 else -(-counts // alignment) * alignment
 
 
 def place(counts: Counts, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
     """Compute the offsets of `rank` from the checked counts of all ranks."""
-    base = [sum(column[:rank]) for column in zip(*counts.per_rank, strict=True)]
-    meta = _segments_by_rank(counts.per_rank[rank], base)
-    num_received = [row[rank] for row in counts.per_rank]
+    meta = _segments_by_rank(counts.per_rank[rank].tolist(), counts.per_rank[:rank].sum(0).tolist())
+    num_received: list[int] = counts.per_rank[:, rank].tolist()
     first = rank * config.num_local_experts
     mine = counts.per_expert[:, first : first + config.num_local_experts]
-    per_expert = mine.sum(0).tolist()
-    if alignment > 1:
-        per_expert = [round_up(count, alignment) for count in per_expert]
+    per_expert = aligned(mine.sum(0), alignment).tolist()
     if layout == "rank":
         return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
     segments = _segments_by_expert(counts.per_expert, rank, alignment, config)
@@ -257,19 +257,19 @@ def _segments_by_rank(num_sent: list[int], base: list[int]) -> list[Segment]:
 
 
 def _segments_by_expert(per_expert: Ints, rank: int, alignment: int, config: BufferConfig) -> list[Segment]:
-    totals = per_expert.sum(0).tolist()
+    padded = aligned(per_expert.sum(0), alignment).tolist()
     before = per_expert[:rank].sum(0).tolist()
     num_sent = per_expert[rank].tolist()
     segments = []
     first = block = 0
-    for expert, total in enumerate(totals):
+    for expert, num_rows in enumerate(padded):
         if expert % config.num_local_experts == 0:
             block = 0
         if num_sent[expert]:
             dst_rank = expert // config.num_local_experts
             segments.append(Segment(dst_rank, first, num_sent[expert], block + before[expert]))
         first += num_sent[expert]
-        block += round_up(total, alignment)
+        block += num_rows
     return segments
 
 

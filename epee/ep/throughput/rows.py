@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...arrays import NUMPY_DTYPES, Array, array_of
@@ -17,8 +16,8 @@ from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import DispatchCall
 from ..config import BufferConfig
-from ..control.header import ExchangedRows
 from ..handle import CpuHandle, Dispatched, DispatchRouting, Payload
+from ..members.header import ExchangedRows
 from .partial import count_local
 from .placement import Ints, Segment, checked_counts, drop_rows
 from .placement import place as placed
@@ -87,8 +86,8 @@ def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
     return packed
 
 
-def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
-    """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
+def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
+    """Copy what travelled beside the rows out of the slot, and return the handle that knows it and what follows.
 
     That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
 
@@ -105,40 +104,37 @@ def received_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_exper
         if call.handle is None:
             token, k = np.divmod(meta[:, 0], handle.num_topk)
             news.update(recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
-        news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
+        rows = handle.placement.recv_rows
+        assert rows is not None
+        expanded = np.zeros(handle.placement.num_recv, dtype=np.float32 if dtype is None else dtype)
+        expanded[array_of(rows)] = 1 if dtype is None else meta[:, 1:].view(dtype)[:, 0]
+        news["recv_weights"] = torch.from_numpy(expanded)
         news["sent_weights"] = None if weights is None else weights.clone()
-        return _with(handle, call, news)
-    local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
+    else:
+        local = None if handle.recv_topk_idx is None else array_of(handle.recv_topk_idx)
+        if call.handle is None:
+            news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
+            if call.topk_idx is not None:
+                local = meta[:, 1 : 1 + handle.num_topk] - first_expert
+                # as unsigned numbers, ids below 0 are too large as well
+                local[local.view(np.uint64) >= len(handle.placement.num_tokens_per_expert)] = -1
+                news["recv_topk_idx"] = torch.from_numpy(local)
+        news["recv_weights"] = None
+        if dtype is not None:
+            assert local is not None
+            received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
+            received[local < 0] = 0
+            news["recv_weights"] = torch.from_numpy(received)
     if call.handle is None:
-        news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
-        if call.topk_idx is not None:
-            local = meta[:, 1 : 1 + handle.num_topk] - first_expert
-            # as unsigned numbers, ids below 0 are too large as well
-            local[local.view(np.uint64) >= len(handle.placement.num_tokens_per_expert)] = -1
-            news["recv_topk_idx"] = torch.from_numpy(local)
-    news["recv_weights"] = None
-    if dtype is not None:
-        assert local is not None
-        received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk].copy()
-        received[local < 0] = 0
-        news["recv_weights"] = torch.from_numpy(received)
-    return _with(handle, call, news)
-
-
-def _with(handle: CpuHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> CpuHandle:
-    if call.handle is not None:
-        return replace(handle, **news)  # type: ignore[arg-type]
-    for name, value in news.items():
-        setattr(handle, name, value)
+        handle.__dict__.update(news)
+    else:
+        if weights is not None and handle.routing is not None:
+            handle = replace(handle, routing=handle.routing._replace(topk_weights=weights.clone()))
+        handle = replace(handle, **news)  # type: ignore[arg-type]
+    if handle.num_dropped_rows:
+        slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
+        handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
     return handle
-
-
-def _expert_weights(handle: CpuHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
-    rows = handle.placement.recv_rows
-    assert rows is not None
-    weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
-    weights[array_of(rows)] = 1 if received is None else received
-    return torch.from_numpy(weights)
 
 
 class CallPlace(NamedTuple):
@@ -177,7 +173,7 @@ def new_handle(
     counts = checked_counts(rows.counts, num_tokens, (call.layout, call.expert_alignment, call.capacity), config, where)
     plan, dropped = call.plan, None
     if call.capacity is not None:
-        plan, dropped = drop_rows(plan, counts.per_rank[place.rank], call.payload.rows.shape[0])
+        plan, dropped = drop_rows(plan, counts.per_rank[place.rank].tolist(), call.payload.rows.shape[0])
     placement = placed(counts, place.rank, call.layout, call.expert_alignment, config)
     routing = None
     if dropped is not None or may_lose:
@@ -202,17 +198,6 @@ def new_handle(
     )
 
 
-def with_meta(call: DispatchCall, handle: CpuHandle, meta: Ints, first_expert: int) -> CpuHandle:
-    """Return the handle with what travelled beside the rows, as `received_meta`, and what follows from that."""
-    handle = received_meta(call, handle, meta, first_expert)
-    if handle.num_dropped_rows:
-        slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
-        handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
-    if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
-        handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
-    return handle
-
-
 def dispatched(call: DispatchCall, handle: CpuHandle, x: Payload, lost: tuple[int, ...]) -> Dispatched:
     """Return what the caller of a dispatch gets."""
     weights = handle.recv_weights
@@ -223,11 +208,11 @@ def dispatched(call: DispatchCall, handle: CpuHandle, x: Payload, lost: tuple[in
         # copies: the handle's own must not change with what the user does to these
         topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
         topk_weights=None if weights is None else weights.clone(),
-        num_tokens_per_expert=handle.num_tokens_per_expert,
+        num_tokens_per_expert=list(handle.placement.num_tokens_per_expert) if handle.with_topk else [],
         handle=handle,
         event=DONE,
-        num_ranks=len(handle.num_received),
+        num_ranks=len(handle.placement.num_received),
         epoch=handle.epoch,
         lost_ranks=lost,
-        num_dropped=handle.num_dropped,
+        num_dropped=None if handle.capacity is None else handle.num_dropped,
     )

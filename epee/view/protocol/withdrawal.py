@@ -27,7 +27,7 @@ rows complete the exchange, and then raise alike where one of the rows refuses t
 the same, so COMPLETES comes first.
 
 The two layouts of words define the memory of each state, with the proof: `engine/withdrawal.py` (a part is retracted)
-and `ep/control/withdrawal.py` (it is not). One case stays open: a rank that has stopped between its last check and its
+and `ep/latency/aborts.py` (it is not). One case stays open: a rank that has stopped between its last check and its
 announcement has not decided, and no other rank can decide for it.
 
 `tests/backend/test_withdrawal_model.py` runs this rule in all orders of the loads and stores of the first layout, and

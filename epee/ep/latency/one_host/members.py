@@ -6,11 +6,12 @@ that it could end. The engine serves what the ranks do together beside that:
 
     construction   The ranks make the engine, exchange the regions of the first epoch, and report whether all could map
                    them: two calls of the engine.
-    sync           They agree on the members (`hosts/member_sync.py`). The call with which that ends carries the number
-                   of each rank's epoch, and the blob of the region that it lends to the next one, which is numbered
-                   above all of them. Who completes the call knows the epoch; it maps the others' regions and enters.
+    sync           They agree on the members (`members/member_sync.py`). The call with which that ends carries the
+                   number of each rank's epoch, and the blob of the region that it lends to the next one, which is
+                   numbered above all of them. Who completes the call knows the epoch; it maps the others' regions and
+                   enters.
 
-`hosts/epoch_members.py` says who is lost in an epoch.
+`members/epoch_members.py` says who is lost in an epoch.
 
 Memory: a region is made for one epoch, written by all of its members, and unmapped when its owner enters the next one.
 So what a stale writer stores reaches memory that no rank reads. A rank whose region cannot be mapped, because its
@@ -32,14 +33,14 @@ from ....errors import EpeeError, ProtocolError, ResourceError, expected
 from ....memory.claim import OwnerEndedError
 from ....memory.shared import BLOB_BYTES, SharedRegion
 from ....view.group import GroupInView
-from ...control.header import REASON_BYTES
-from ...control.membership import Agreed
 from ...epoch_memory import Memory
-from ...hosts.birth import announcement, come_into
-from ...hosts.epoch_members import EpochMembersOfEngine, MemberExchange
-from ...hosts.member_sync import SyncRow
-from ...hosts.notices import BufferNotice
 from ...making import death_in_birth
+from ...members.birth import announcement, come_into
+from ...members.epoch_members import EpochMembersOfEngine, MemberExchange
+from ...members.header import REASON_BYTES
+from ...members.member_sync import SyncRow
+from ...members.membership import Agreed
+from ...members.notices import BufferNotice
 from ..region import region_layout
 
 logger = logging.getLogger("epee")

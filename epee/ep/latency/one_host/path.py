@@ -20,7 +20,7 @@ Each rank lends one region. In a slot every source has a **section** of its own 
                        cut     [num_ranks]          written by the source: up to which call it sends nothing here
                        waiting [1]                  written by the owner: its last wait: which call, until when
                        ends    [num_slots]          written by the owner: tag of the last call that it has begun; how
-                                                    it ended (`control/withdrawal.py`)
+                                                    it ended (`latency/aborts.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
                        payload [num_slots][source]  cut by the call's sizes (`region.SectionCut`): token,
@@ -47,12 +47,13 @@ from ....errors import InvalidState, ProtocolError
 from ....memory.shared import SharedRegion
 from ....memory.signals import futex_wake, tag
 from ...config import BufferConfig
-from ...control.sync import sync
 from ...epoch_memory import Memory
+from ...members.sync import sync
 from ...paths import Making
 from ...throughput.placement import Ints
+from ..call import PendingCall
 from ..cpu import CpuLatencyHandle, LatencyCalls
-from ..pending_call import PendingCall, PendingCalls
+from ..pending_call import PendingCalls
 from ..region import HEAD_WORDS, RegionFields, RegionWords, SectionCut, checked_cut, region_layout
 from ..rows import FP8, Floats, WireRows, as_sent, partial_sums, sum_over_ranks
 from ..types import (
@@ -243,8 +244,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
     nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        config, rank, control, _, _, closing = making
-        exchange = control.exchange
+        config, rank, exchange, _, _, closing = making
         members: EpochMembers = exchange.membership
         self._members = members
         self._layout = region_layout(config)
@@ -254,7 +254,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
             config, rank, blank, members.gone, closing.check, members.show, lambda: exchange.epoch, poison
         )
         pending_calls = PendingCalls(wire, lambda: exchange.epoch, members.dead, members.why_gone, members.hide)
-        super().__init__(control, wire, pending_calls, poison)
+        super().__init__(exchange, wire, pending_calls, poison)
         self._members.memory = self
         try:
             if self._members.is_in:
@@ -276,7 +276,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def abort(self) -> None:
         """End a CPU-side call in progress in another thread; others check by themselves."""
-        self.control.exchange.abort()
+        self.exchange.abort()
 
     def close(self) -> None:
         """Drop all views of memory; results of the user are their own. Idempotent."""
@@ -369,4 +369,4 @@ class LatencyCpuPath(LatencyCalls, Memory):
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         num_ranks, members = self.config.num_ranks, self._members
         marks = [1] * num_ranks if active_ranks is None else active_ranks.tolist()
-        return sync(self.control, members, marks, active_ranks, 0, deadline)
+        return sync(self.exchange, members, marks, active_ranks, 0, deadline)

@@ -10,7 +10,7 @@ older handles are stale.
 
 Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a joiner's memory is
 mapped at the addresses of the previous process's memory, and an older graph stays usable. The steps follow
-`hosts/gpu_members.py`:
+`members/gpu_members.py`:
 
     joiner              makes its memory, with placeholders where the others' will be (`gpu/lent.py`), and waits in
                         `sync`
@@ -44,10 +44,10 @@ from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, Ran
 from ....gpu.death_notifier import DeathNotifier
 from ....gpu.params import REMEMBERED_CALLS
 from ....view.process.detector import DeathWatch, is_leaving
-from ...control.membership import Agreed
 from ...epoch_memory import TAG_JUMP, CallNumbers, Memory
-from ...hosts.gpu_members import GpuMembers
 from ...losses import death
+from ...members.gpu_members import GpuMembers
+from ...members.membership import Agreed
 from ...paths import Making
 from .machine import Machine
 from .slots import FIRST_GHOST
@@ -68,7 +68,7 @@ class Epochs(Memory):
     """
 
     def __init__(self, making: Making, members: GpuMembers, machine: Machine) -> None:
-        self._config, self._rank, self._control, _, self._watch, self._closing = making
+        self._config, self._rank, self._exchange, _, self._watch, self._closing = making
         self._members, self._machine = members, machine
         self._ghosts = DeathWatch()  # evicted processes, whose rank another process has now
         self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there
@@ -149,7 +149,7 @@ class Epochs(Memory):
     @property
     def lost(self) -> tuple[int, ...]:
         """Ranks that the view excludes."""
-        members = self._control.exchange.reduced_members
+        members = self._exchange.reduced_members
         return () if members is None else tuple(rank for rank in range(self._config.num_ranks) if rank not in members)
 
     def dead(self) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class Epochs(Memory):
             raise self._death(op, dead) from error
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
-        seq, epoch = self._machine.num_calls, self._control.exchange.epoch
+        seq, epoch = self._machine.num_calls, self._exchange.epoch
         where = context(op, rank=self._rank, peer=dead[0], seq=seq, epoch=epoch)
         remedy = "call buffer.sync() on all survivors, then the next call runs without it"
         return death(where, dead, op, seq, epoch, remedy)

@@ -87,9 +87,13 @@ from ...errors import (
 )
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
+from ...view.protocol.messages import Decision
 from ...view.transport.wire import parse_endpoint
 from ..config import BufferConfig
-from ..control.header import (
+from ..losses import Loss, failure, silent
+from ..throughput.placement import Ints
+from .birth import come_into, tell_of
+from .header import (
     OP_COMBINE,
     OP_DISPATCH,
     OP_NAMES,
@@ -98,33 +102,28 @@ from ..control.header import (
     Header,
     Moved,
 )
-from ..control.membership import Agreed
-from ..losses import Loss, failure, silent
-from ..throughput.placement import Ints
-from .birth import come_into, tell_of
 from .member_sync import SLICE_S, MembersOfEngine, SyncExchange, no_quorum
+from .membership import Agreed
 from .notices import BufferNotice, note_had
-from .rows import CallTimeouts, RowsPlan
+from .rows import MARK_BYTES, CallTimeouts, RowsPlan
 
-_DATA_SIGNATURE = pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]])
+_DATA_PLAN = Plan(OP_NAMES[OP_DISPATCH], pack_signature(OP_CODE[OP_NAMES[OP_DISPATCH]]))
 _AGREED = struct.Struct("<QQ")  # number of the last agreement, epoch in which the newest process has joined the group
 _AGREED_BITS = 32  # of a mark: the agreements so far; above them an epoch in which a process to be admitted has joined
 _LATE = 1 << 31  # of a mark, the highest of these bits: the rank knew of a later epoch when it began the call
 _PAUSE_S = 0.0005
 
 
-class DataPlan(Plan):
-    """The data call of a dispatch: headers only."""
-
-    def __init__(self, peer_regions: PeerRegions) -> None:
-        super().__init__(OP_NAMES[OP_DISPATCH], _DATA_SIGNATURE)
+def data_plan(peer_regions: PeerRegions) -> Plan:
+    """Return the plan of the data call of a dispatch: headers only, so it is the same for all calls."""
+    return _DATA_PLAN
 
 
 class DirectExchange(SyncExchange):
     """Row exchange through an engine, beside payload in shared memory.
 
     Args:
-        config, rank, interrupt: as of `RowsOverEngine`.
+        config, rank, interrupt: as of `RowExchange`.
 
     Attributes:
         membership: set before the first call.
@@ -152,8 +151,6 @@ class DirectExchange(SyncExchange):
     def seq(self) -> int:
         """Number of the last call of the engine, which others may know of; it names calls and handles."""
         return self.engine.seq if self.has_engine else 0
-
-    num_calls = seq  # visible to the peers, or to be
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -198,10 +195,12 @@ class DirectExchange(SyncExchange):
         name, engine, membership = OP_NAMES[header.op], self.engine, self.membership
         row = self._row(header, counts, text, name, membership.mark)
         self._op, self._number = name, self._number + 1
-        self.require_results(deadline)
+        if engine.unclaimed or engine.latest.op is not None or self.lost:
+            self.require_results(deadline)
         done = self._run(row.plan, deadline)
         met = self._read(row, done)
-        newest = row.newest_mark(met.members)
+        marks = memoryview(row.found).cast("Q")[:: len(row.data) // MARK_BYTES]  # of each row, at its beginning
+        newest = max(map(marks.__getitem__, met.members))
         wanted, is_late = newest >> _AGREED_BITS, bool(newest & _LATE)
         is_same = done.peer_regions.epoch == self.peer_regions.epoch
         if wanted or not (is_same or (self._goes_on(header.op, met.members) and not is_late)):
@@ -223,13 +222,14 @@ class DirectExchange(SyncExchange):
     def _run(self, make: Make, deadline: float) -> Operation:
         """Run a call of the engine."""
         self._interrupt()
-        self._await_refusal(deadline)
+        if self._refusal is not None:
+            self._await_refusal(deadline)
         engine, started = self.engine, time.monotonic()
         try:
             done = engine.run(make, CallTimeouts.until(deadline))
         except expected(CommTimeoutError) as error:
             self._interrupt()
-            raise self._silent(error, started, is_data=make is DataPlan) from error
+            raise self._silent(error, started, is_data=make is data_plan) from error
         except expected(PeerError) as error:
             self._interrupt()
             self.membership.require_place(is_masked=False)
@@ -296,7 +296,7 @@ class DirectExchange(SyncExchange):
             Moved: a rank was lost before it had stored all of its rows; the dispatch is to be made again without it.
             as `engine.run`.
         """
-        done = self._run(DataPlan, deadline)
+        done = self._run(data_plan, deadline)
         if done.peer_regions.epoch != self.peer_regions.epoch:
             self.enter(done.peer_regions)
             raise Moved
@@ -395,14 +395,13 @@ class BufferMembers(MembersOfEngine):
     @property
     def mark(self) -> int:
         """The part of each row that is no part of the call (`_AGREED_BITS`); the highest of all rows counts."""
-        newest = self._newest_join()
+        newest = self._joins[1]  # `turn` has read the view
         wanted = newest if newest > self._met_to else self._joined_in
         late = _LATE if self._behind is self._exchange.peer_regions else 0
         return wanted << _AGREED_BITS | late | self._exchange.num_agreed
 
-    def _newest_join(self) -> int:
-        """Return the newest epoch in which a process has joined the group, as far as this rank knows."""
-        view = self._exchange.engine.membership.runtime.view()
+    def _newest_join(self, view: Decision) -> int:
+        """Return the newest epoch in which a process has joined the group."""
         if view is not self._joins[0]:
             slots = {self._job_handle.slots[rank] for rank in self._in_group()}
             joined = [member.incarnation for member in view.members if member.slot in slots]
@@ -445,6 +444,7 @@ class BufferMembers(MembersOfEngine):
             self._voters = self._exchange.peer_regions
             self._sync.begin(self._voters.members)
         if view is not self._seen:
+            self._newest_join(view)
             since, epoch = self._engine.membership.admission.since(), self._voters.epoch
             is_behind = any(since.get(rank, epoch + 1) > epoch for rank in self._voters.members)
             self._behind = self._voters if is_behind else None
@@ -506,7 +506,8 @@ class BufferMembers(MembersOfEngine):
         return super().sync(counted, used, deadline)
 
     def _data(self) -> bytes:
-        return _AGREED.pack(self._exchange.num_agreed, self._newest_join())
+        view = self._engine.membership.runtime.view()
+        return _AGREED.pack(self._exchange.num_agreed, self._newest_join(view))
 
     def _note(self, found: Mapping[int, bytes]) -> None:
         rows = [_AGREED.unpack(data) for data in found.values()]

@@ -6,7 +6,7 @@ different ends each of its calls would meet the next one of the others.
 
 Each rank writes these words in its own inbox, each the tag of a call; the other members read them.
 
-    GAVE_UP   its caller has left, or it has found that a peer's has; stored, then a fence, then a check of the others
+    ABORTED   its caller has left, or it has found that a peer's has; stored, then a fence, then a check of the others
     GATHERED  it has seen the rows of all and then, in a second check, no peer that aborted the call: it continues
     FAILED    it knows that no rank has gathered the call, and none will: also a rank that refuses the call
 
@@ -26,14 +26,14 @@ words as they were; the next epoch has inboxes of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableSequence
+from collections.abc import Collection, Mapping, MutableSequence
 
 from ...memory.signals import fence
 from ...view.protocol.withdrawal import Look, Stance, end_of
 
 LINE_WORDS = 8  # of a rank in an inbox: one cache line
 # offsets in the rank's own line of its inbox; the first two words are free
-GAVE_UP, GATHERED, FAILED, LOST = 2, 3, 4, 5
+ABORTED, GATHERED, FAILED, LOST = 2, 3, 4, 5
 
 
 class EndWords:
@@ -42,8 +42,7 @@ class EndWords:
     Args:
         rank: this rank.
         words: of each member's inbox, this rank's included; read at each use, so that their owner can release them.
-        end_at: index of a rank's line in its own inbox.
-        row_at: index of the tag of a rank's row of a call with a number of that parity, in any inbox.
+        line: index of a rank's line for the call, alike in all inboxes; it begins with the tag of the rank's row.
 
     Attributes:
         lost: bits of the ranks whose loss is this rank's reason to abort the call.
@@ -51,81 +50,75 @@ class EndWords:
 
     lost = 0
 
-    def __init__(
-        self,
-        rank: int,
-        words: Mapping[int, MutableSequence[int] | memoryview],
-        end_at: Callable[[int], int],
-        row_at: Callable[[int, int], int],
-    ) -> None:
+    def __init__(self, rank: int, words: Mapping[int, MutableSequence[int] | memoryview], line: int) -> None:
         self._rank = rank
         self._words = words
-        self._own_at = end_at(rank)
-        self._peers = [(peer, end_at(peer)) for peer in sorted(words) if peer != rank]
-        self._row_at = row_at
+        self._line = line
+        self._peers = [peer for peer in sorted(words) if peer != rank]
 
     @property
     def has_peers(self) -> bool:
         """Whether any other rank can have completed a call."""
         return bool(self._peers)
 
-    def withdrawn(self, mark: int) -> list[int]:
+    def aborted_by(self, mark: int) -> list[int]:
         """Return the peers that have aborted the call with tag `mark`; a later one counts, too: this one is over for
         them.
         """
+        at = self._line
         return [
             peer
-            for peer, at in self._peers
-            if self._words[peer][at + GAVE_UP] >= mark and self._words[peer][at + GATHERED] != mark
+            for peer in self._peers
+            if self._words[peer][at + ABORTED] >= mark and self._words[peer][at + GATHERED] != mark
         ]
 
-    def give_up(self, mark: int) -> None:
-        """Publish that this rank leaves the call; `look` follows."""
-        self._words[self._rank][self._own_at + LOST] = self.lost
-        self._words[self._rank][self._own_at + GAVE_UP] = mark
+    def abort(self, mark: int) -> None:
+        """Publish that this rank leaves the call; `poll` follows."""
+        self._words[self._rank][self._line + LOST] = self.lost
+        self._words[self._rank][self._line + ABORTED] = mark
         fence()
 
     def lost_by_peers(self, mark: int) -> list[int]:
         """Return the ranks for whose loss peers have aborted a call; this rank is none of them."""
-        bits = 0
-        for peer, at in self._peers:
+        bits, at = 0, self._line
+        for peer in self._peers:
             words = self._words[peer]
-            bits |= words[at + LOST] if words[at + GAVE_UP] == mark else 0  # stored in the opposite order
-        return [peer for peer, _ in self._peers if bits >> peer & 1]
+            bits |= words[at + LOST] if words[at + ABORTED] == mark else 0  # stored in the opposite order
+        return [peer for peer in self._peers if bits >> peer & 1]
 
     def has_gathered(self, mark: int) -> None:
         """Publish that this rank continues the call."""
-        self._words[self._rank][self._own_at + GATHERED] = mark
+        self._words[self._rank][self._line + GATHERED] = mark
 
     def has_failed(self, mark: int) -> None:
         """Publish that no rank has gathered the call, and none will."""
-        self._words[self._rank][self._own_at + FAILED] = mark
+        self._words[self._rank][self._line + FAILED] = mark
 
     def is_failed_by_peer(self, mark: int) -> bool:
         """Return whether a peer has published that the call has failed."""
-        return any(self._words[peer][at + FAILED] >= mark for peer, at in self._peers)
+        return any(self._words[peer][self._line + FAILED] >= mark for peer in self._peers)
 
     def is_gathered(self, mark: int) -> bool:
         """Return whether this rank has published that it continues the call."""
-        return self._words[self._rank][self._own_at + GATHERED] == mark
+        return self._words[self._rank][self._line + GATHERED] == mark
 
-    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
+    def poll(self, mark: int, dead: Collection[int] = ()) -> Look:
         """Return how a call ends that this rank has aborted.
 
         Args:
-            parity: of its number; `mark` is its tag.
+            mark: its tag.
             dead: peers that decide nothing more, as known before.
         """
-        return end_of({peer: self._stance_of(peer, at, parity, mark) for peer, at in self._peers}, dead)
+        return end_of({peer: self._stance_of(peer, mark) for peer in self._peers}, dead)
 
-    def _stance_of(self, peer: int, at: int, parity: int, mark: int) -> Stance:
+    def _stance_of(self, peer: int, mark: int) -> Stance:
         """Return the state in a peer's words; each is loaded before those that were stored before it."""
-        words = self._words[peer]
-        failed, gave_up = words[at + FAILED], words[at + GAVE_UP]
+        words, at = self._words[peer], self._line
+        failed, aborted = words[at + FAILED], words[at + ABORTED]
         if words[at + GATHERED] == mark:
             return Stance.COMPLETES
-        if failed >= mark or gave_up > mark:
+        if failed >= mark or aborted > mark:
             return Stance.FAILED
-        if words[self._row_at(parity, peer)] != mark:
+        if words[at] != mark:
             return Stance.MISSING
-        return Stance.GAVE_UP if gave_up == mark else Stance.OPEN
+        return Stance.GAVE_UP if aborted == mark else Stance.OPEN

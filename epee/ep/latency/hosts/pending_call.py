@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from ....errors import EpeeError, PeerError
-from ...latency.pending_call import PendingCall, PendingCalls
-from ...latency.wire import LATENCY_DISPATCH, SectionHeader
+from ..call import PendingCall
+from ..pending_call import PendingCalls
+from ..wire import LATENCY_DISPATCH, SectionHeader
 from .wire import HostsWire, TakenBack
 
 
@@ -94,7 +95,7 @@ class HostsPendingCalls(PendingCalls):
 
     def _may_be_refused(self, pending_call: PendingCall) -> bool:
         """As `PendingCalls._may_be_refused`; a failed call is seen here later than a rank's leaving it."""
-        return bool(pending_call.words.withdrawn(pending_call.mark))
+        return bool(pending_call.words.aborted_by(pending_call.mark))
 
     def _judge(self, pending_call: PendingCall, heads: dict[int, SectionHeader]) -> None:
         """Exclude ranks whose message is here and brings this rank nothing, if that is a loss."""

@@ -3,7 +3,7 @@
 A round over the c10d group is an all_gather of fixed-size records (plain bytes, no pickle), so that all ranks have the
 same records and reach the same result. In the first one each sends its version, host and config, or why it cannot make
 its buffer (`refuse`): a rank with a bad argument takes part with its refusal. The following rounds belong to the
-engine (`hosts/birth.py`). A rank that dies between two rounds is handled by the group: its own timeout ends
+engine (`members/birth.py`). A rank that dies between two rounds is handled by the group: its own timeout ends
 them.
 """
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...latency.cpu import CpuLatencyHandle
 from ...throughput.placement import Ints
+from ..cpu import CpuLatencyHandle
 
 
 class ArrivedIds(NamedTuple):

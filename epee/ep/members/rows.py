@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ...backend.collectives.rounds import cut, lay_out
 from ...engine import Engine
@@ -27,11 +28,25 @@ from ...engine.plan import Plan, Sink
 from ...engine.signature import OP_CODE
 from ...engine.signature import pack as pack_signature
 from ...errors import EpeeError, InvalidState, NoQuorumError, ProtocolError, context, expected, ignored
-from ..config import BufferConfig
-from ..control.header import REASON_BYTES, ExchangedRows, Header, RowFormat, check_agreed, limits_of, parse_header
+from ...gpu.payload import DTYPE_CODES
+from ..config import MAX_EXPERT_ALIGNMENT, BufferConfig
 from ..throughput.placement import Ints
+from .header import (
+    OP_GATHER,
+    REASON_BYTES,
+    REFUSED,
+    ExchangedRows,
+    Header,
+    RowFormat,
+    check_agreed,
+    limits_of,
+    parse_header,
+    reason_bytes,
+)
+from .membership import Membership
 
 _BYTE = np.dtype(np.uint8)
+_BFLOAT16 = DTYPE_CODES.index(torch.bfloat16)  # of calls that move no rows
 _ROWS = "rows of a buffer's call"
 _MARK = struct.Struct("<Q")
 MARK_BYTES = _MARK.size  # at the beginning of a row: what its writer knows, which is no part of the call
@@ -68,11 +83,6 @@ class OwnRow:
     def __init__(self, data: bytes, header: Header, num_ranks: int, signature: int, name: str) -> None:
         self.data, self.header, self.signature, self.name = data, header, signature, name
         self.found = bytearray(num_ranks * len(data))
-
-    def newest_mark(self, members: Sequence[int]) -> int:
-        """Return the highest mark of the rows of these ranks."""
-        length, found = len(self.data), self.found
-        return max([_MARK.unpack_from(found, rank * length)[0] for rank in members])
 
     def plan(self, peer_regions: PeerRegions) -> RowsPlan:
         """Plan their exchange."""
@@ -142,24 +152,8 @@ class MemberRows(NamedTuple):
         return peer_regions.epoch == self.epoch and peer_regions.members == self.members
 
 
-class LastResult:
-    """The end of the last call here: its caller has its result.
-
-    Attributes:
-        lost: why the buffer cannot be used any more; empty while it can.
-    """
-
-    def __init__(self, exchange: RowsOverEngine) -> None:
-        self.lost = ""
-        self._exchange = exchange
-
-    def close(self) -> None:
-        """Record that the caller of the last call has its result."""
-        self._exchange.engine.latest.op = None
-
-
-class RowsOverEngine:
-    """The rows of a buffer's calls, as calls of an engine carry them.
+class RowExchange:
+    """The rows of a buffer's calls, as calls of an engine carry them; `direct.py` and `exchange.py` derive from it.
 
     Args:
         config: of the buffer.
@@ -169,22 +163,24 @@ class RowsOverEngine:
     Attributes:
         engine: makes the calls; a process that joins a running `Buffer` has none before its first call (`has_engine`).
         epoch: handles of another one are stale.
+        membership: defines what a new view does to a call.
+        lost: why the buffer cannot be used any more; empty while it can.
         is_dropped: the buffer ends without having been closed.
         take_back: removes this rank's notice of the buffer from the group.
-        end: the end of the last call.
     """
 
     engine: Engine
+    membership: Membership
     has_engine = False
     epoch = 0
     is_dropped = False
+    lost = ""
 
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         self.config = config
         self.rank = rank
         self._interrupt = interrupt
         self.take_back: Callable[[], None] = _nothing
-        self.end = LastResult(self)
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._signature = pack_signature(OP_CODE[_ROWS], count=MARK_BYTES + 8 * (self._format.num_words - 1))
@@ -196,15 +192,60 @@ class RowsOverEngine:
         """Number of the last call; equal on all ranks in the same call."""
         raise NotImplementedError
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the epoch, or of the last call, ascending."""
+        raise NotImplementedError
+
+    @property
+    def reduced_members(self) -> tuple[int, ...] | None:
+        """The same where these are not all, else None."""
+        raise NotImplementedError
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
+        """Send this rank's row and return the rows of all ranks, checked and agreed on."""
+        raise NotImplementedError
+
+    def all_gather_bytes(self, data: bytes, deadline: float, op: int = OP_GATHER) -> list[bytes]:
+        """Return the `data` of all ranks, in rank order; one exchange for each `REASON_BYTES` bytes. `op`: of
+        `OPS_OF_CPUS`, the call that the user has made.
+
+        A rank that is not in the view has none. Pieces carry their number, so that none is taken for another when the
+        view changes between two of them.
+        """
+        parts: list[bytes] = [b""] * self.config.num_ranks
+        for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
+            piece = data[first : first + REASON_BYTES]
+            number = 1 + idx % MAX_EXPERT_ALIGNMENT
+            header = Header(op, 0, _BFLOAT16, len(data), expert_alignment=number, rank=self.rank)
+            rows = self.call(header, None, piece, deadline)
+            for rank in rows.parties:
+                parts[rank] += rows.texts[rank][: len(piece)]
+            self.close_call()
+        return parts
+
+    def close_call(self) -> None:
+        """Record that the caller of the last call has its result."""
+        self.engine.latest.op = None
+
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
+        """Send this rank's row, as one that refuses the call, and wait for no rank."""
+        raise NotImplementedError
+
+    def refuse(self, op: int, error: BaseException, deadline: float) -> None:
+        """Take part in an exchange as the rank whose arguments were refused, so that the peers are notified at once."""
+        header = Header(op, 0, _BFLOAT16, refused=REFUSED, rank=self.rank)
+        self.publish(header, None, reason_bytes(error), deadline)
+
     def require_results(self, deadline: float) -> None:
         """Raise `InvalidState` if an earlier call has ended otherwise here than on the other ranks."""
         self.settle_calls(deadline)
-        if self.end.lost:
-            raise InvalidState(self.end.lost)
+        if self.lost:
+            raise InvalidState(self.lost)
 
     def forget_results(self) -> None:
         """Begin an epoch: all calls before are over."""
-        self.end.lost, self.engine.latest.op = "", None
+        self.lost, self.engine.latest.op = "", None
 
     def settle_calls(self, deadline: float) -> None:
         """Find out how the calls have ended whose results no caller has got.
@@ -236,7 +277,7 @@ class RowsOverEngine:
         """Record what follows from a call that has ended, and whose result no caller has got."""
         if self._has_worked(op):
             where = context(op.plan.name, rank=self.rank, seq=op.seq, epoch=op.peer_regions.epoch)
-            self.end.lost = (
+            self.lost = (
                 f"{where}: this call has raised an error here, and others have completed it: the ranks stand before "
                 "different calls; close this buffer on all ranks and make a new one"
             )[:REASON_BYTES]

@@ -1,6 +1,6 @@
 """The creation of the engine of a buffer, beside the one of its group.
 
-The ranks compare their arguments (`control/bootstrap.py`) and agree on a number. It is the buffer's own engine so that
+The ranks compare their arguments (`members/bootstrap.py`) and agree on a number. It is the buffer's own engine so that
 calls of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will
 do.
 
@@ -47,11 +47,11 @@ from ...memory.shared import BLOB_BYTES
 from ...view.group import GroupInView
 from ...view.transport.wire import GROUP_ID_LIMIT
 from ..config import BufferConfig
-from ..control.bootstrap import compare
 from ..job import job_handle_of, process_of
+from ..latency.hosts.region import latency_layout
 from ..making import ended_of, job_found, reported
-from .latency.region import latency_layout
-from .layout import staging_bytes
+from ..throughput.hosts.layout import staging_bytes
+from .bootstrap import compare
 from .member_sync import extra_bytes
 from .notices import BufferNotice, require_slot, tell
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import array_of
-from ...link.topology import Topology, one_host
-from ..throughput.placement import Ints, Placement, SendPlan
+from ....arrays import array_of
+from ....link.topology import Topology, one_host
+from ..placement import Ints, Placement, SendPlan
 
 
 class Records(NamedTuple):

@@ -7,7 +7,7 @@ it.
     freed    [num_slots]            the last call whose messages this rank has read, or aborted
     cut      [num_ranks]            up to which call this rank excludes a peer
     waiting  [1]                    its last wait: call, until when, for how long, its ordinal number
-    ends     [num_slots]            call that it has begun, how it ended (`control/withdrawal.py`), for which lost ranks
+    ends     [num_slots]            call that it has begun, how it ended (`latency/aborts.py`), for which lost ranks
     early    [num_slots]            tag of a combine whose weights have been written
     laid     [num_slots]            tag of a combine whose header and `parts` can be read by the own host
     counts   [num_slots][source]    rows in `parts`
@@ -34,9 +34,9 @@ import torch
 from ....memory.layout import Field, Layout, align_up
 from ....memory.shared import SharedRegion
 from ...config import BufferConfig
-from ...control.withdrawal import LINE_WORDS
-from ...latency.region import HEAD_WORDS, RegionWords, SectionCut, section_bytes
-from ...latency.rows import Floats, WireRows
+from ..aborts import LINE_WORDS
+from ..region import HEAD_WORDS, RegionWords, SectionCut, section_bytes
+from ..rows import Floats, WireRows
 
 _LINE = 8
 HEAD_BYTES = align_up(8 * HEAD_WORDS, 64)

@@ -25,7 +25,7 @@ A crash leaves a part of a message without its tag, which no rank reads; a mirro
 changes, and its rank counts as lost there until `sync`, which assigns another gateway (`begin_epoch`). A host whose
 ranks are all lost has no gateway, and nothing is sent there.
 
-The end of a call without a mask is common to all ranks, by the words of `control/withdrawal.py`. Each rank writes its
+The end of a call without a mask is common to all ranks, by the words of `latency/aborts.py`. Each rank writes its
 own words only. A rank that aborts a call sends that to all hosts, after the word that it had gathered an earlier one.
 With it goes the word LOST: an abort can arrive on another host before the death shows there. Then a rank that has
 aborted reads the words of the others: on its own host directly, on another one by a query on the same stream
@@ -61,10 +61,10 @@ from ....link.topology import Roles, Topology
 from ....memory.signals import YIELD_S, futex_wake, tag, usable_cores
 from ....view.protocol.withdrawal import GRACE_S, Look, Stance, end_behind
 from ...config import BufferConfig
-from ...control.withdrawal import FAILED, GATHERED, GAVE_UP, LOST, EndWords
-from ...latency.region import RegionWords, SectionCut
-from ...latency.rows import Floats
-from ...latency.wire import SectionHeader, Timeouts, Wire, pack_head
+from ..aborts import ABORTED, FAILED, GATHERED, LOST, EndWords
+from ..region import RegionWords, SectionCut
+from ..rows import Floats
+from ..wire import SectionHeader, Timeouts, Wire, pack_head
 from .region import Bytes, HostsFields, blank_half, latency_layout, weights_of
 
 
@@ -91,40 +91,40 @@ class HostsEndWords(EndWords):
         looks: RemoteReads,
         tell: Callable[[], None],
     ) -> None:
-        super().__init__(rank, words, lambda _: line, lambda _, __: line)
-        self._line, self._first = line, first
+        super().__init__(rank, words, line)
+        self._first = first
         self._topology = topology
         self._looks, self._tell = looks, tell
         self._since = 0.0  # when this rank has first checked
         self._is_repeated = topology.num_hosts <= 2  # as of `engine.withdrawal.Withdrawal`
 
-    def give_up(self, mark: int) -> None:
-        """As `EndWords.give_up`."""
-        super().give_up(mark)
+    def abort(self, mark: int) -> None:
+        """As `EndWords.abort`."""
+        super().abort(mark)
         self._tell()
 
-    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
-        """As `EndWords.look`; a rank that has not answered, though it may be lost, may have completed the call."""
+    def poll(self, mark: int, dead: Collection[int] = ()) -> Look:
+        """As `EndWords.poll`; a rank that has not answered, though it may be lost, may have completed the call."""
         self._since = self._since or time.monotonic()
         is_over = time.monotonic() - self._since >= GRACE_S
         answers = {peer: self._answer_of(peer, mark) for peer in self._topology.elsewhere}
         stances: dict[int, Stance | None] = {}
-        for peer, at in self._peers:  # words of this host are loaded behind all answers
+        for peer in self._peers:  # words of this host are loaded behind all answers
             stances[peer] = (
-                super()._stance_of(peer, at, parity, mark)
+                super()._stance_of(peer, mark)
                 if self._topology.is_here(peer)
-                else _stance_of(answers[peer], at, mark)
+                else _stance_of(answers[peer], self._line, mark)
             )
             if stances[peer] is None and is_over and peer in dead:
                 stances[peer] = Stance.GAVE_UP
-        look = end_behind(stances, dead, self._is_repeated)
+        found = end_behind(stances, dead, self._is_repeated)
         self._is_repeated = self._is_repeated or None not in stances.values()
-        return look
+        return found
 
     def _answer_of(self, peer: int, mark: int) -> dict[int, int] | None:
         """Return the line of a rank of another host as of a time after this rank's word; None if it is not here yet."""
         # each is loaded before those that were stored before it
-        indices = [self._first + self._line + word for word in (FAILED, GAVE_UP, GATHERED, 0)]
+        indices = [self._first + self._line + word for word in (FAILED, ABORTED, GATHERED, 0)]
         found = self._looks.at(peer, indices, ("latency", mark, self._is_repeated))
         return None if found is None else {index - self._first: value for index, value in found.items()}
 
@@ -135,11 +135,11 @@ def _stance_of(found: Mapping[int, int] | None, at: int, mark: int) -> Stance | 
         return None
     if found[at + GATHERED] == mark:
         return Stance.COMPLETES
-    if found[at + FAILED] >= mark or found[at + GAVE_UP] > mark:
+    if found[at + FAILED] >= mark or found[at + ABORTED] > mark:
         return Stance.FAILED
     if found[at] != mark:
         return Stance.MISSING
-    return Stance.GAVE_UP if found[at + GAVE_UP] == mark else Stance.OPEN
+    return Stance.GAVE_UP if found[at + ABORTED] == mark else Stance.OPEN
 
 
 _FIRST_LOOK = 1 << 40  # queries of the engine have smaller numbers
@@ -255,7 +255,7 @@ class HostsWire(Wire):
             """Notify all hosts that this rank has aborted, after what it had gathered before."""
             for host in self.gateways:
                 self._tell(host, 0, 0, line + GATHERED)
-                self._tell(host, line + LOST, 1, line + GAVE_UP)
+                self._tell(host, line + LOST, 1, line + ABORTED)
 
         return HostsEndWords(self.rank, words, line, self.topology, self._own.base // 8, self._looks, tell)
 

@@ -66,14 +66,14 @@ from ...errors import (
 from ...view.group import GroupInView
 from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import DEAD, EXITED, FOREVER
-from ..control.header import REASON_BYTES
-from ..control.membership import Agreed
 from ..epoch_memory import Outrun
 from ..losses import silent
 from ..making import death_in_birth, ended_of
 from .birth import announcement, come_into
 from .epoch_members import EpochMembersOfEngine, MemberExchange
+from .header import REASON_BYTES
 from .member_sync import BLOB_WORDS, LINE_BYTES, NUM_REASONS, PREPARED, REASON_WORDS, ROUND_S, SyncRow
+from .membership import Agreed
 from .notices import BufferNotice
 
 _DATA = struct.Struct("<QQQ")  # last agreement, last epoch entered, last number that calls have used

@@ -1,19 +1,20 @@
 """Dispatch and combine for CPU tensors of ranks on several hosts, in calls of the buffer's own engine.
 
-A dispatch is two of them: the rows of the call (`exchange.py`), from which all ranks compute all offsets and reach the
-same result, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). Those modules
-describe what each call writes and reads, and what a crash leaves; between two of them a rank holds nothing that others
-wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it refuses
-that part.
+A dispatch is two of them: the rows of the call (`members/exchange.py`), from which all ranks compute all offsets and
+reach the same result, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). Those
+modules describe what each call writes and reads, and what a crash leaves; between two of them a rank holds nothing that
+others wait for except its part of the next one. A rank that leaves in between has the engine notify the others that it
+refuses that part.
 
-The effect of a loss, the same on all ranks (`exchange.py`):
+The effect of a loss, the same on all ranks (`members/exchange.py`):
 
     dispatch    "mask": it ends over the remaining ranks; a rank whose records were whole before it died is included.
     combine     "mask": the same: of the ranks in the dispatch, over the remaining ones, without what the lost had.
     both        "raise": `RankFailedError` on all, once for each loss, in whichever of the two calls it falls.
 
-Processes that replace lost ranks join by `sync` (`assembly.py`). The placement of ranks follows from the outboxes of
-the call that has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on all ranks.
+Processes that replace lost ranks join by `sync` (`members/assembly.py`). The placement of ranks follows from the
+outboxes of the call that has exchanged a step's rows (`CallPlacement`), so all that is planned with it is the same on
+all ranks.
 
 A handle belongs to the epoch of its dispatch. A call in a later epoch, not begun in the handle's, is refused with
 `StaleHandleError`; so is a cached dispatch during which a rank is lost, whose rows would not fit the handle's offsets.
@@ -31,9 +32,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ...arrays import NUMPY_DTYPES, plain_tensors, writing
-from ...engine import Engine
-from ...errors import (
+from ....arrays import NUMPY_DTYPES, plain_tensors, writing
+from ....engine import Engine
+from ....errors import (
     AbortedError,
     EvictedError,
     InvalidArgument,
@@ -44,29 +45,28 @@ from ...errors import (
     UnsupportedError,
     is_own,
 )
-from ...gpu.event import DONE
-from ...link.topology import Roles, Topology
-from ...memory.arena import Arena
-from ...view.group import GroupInView
-from ..checks import CombineCall, DispatchCall
-from ..config import BufferConfig, round_up
-from ..control.header import ExchangedRows, combine_header, dispatch_header
-from ..control.messages import ControlPlaneOver
-from ..handle import Combined, CpuHandle, Dispatched, Handle, mask_of
-from ..paths import PathOverHosts
-from ..streams import CallStream, RunOptions
-from ..throughput.arenas import OwnArenas, clear_padding
-from ..throughput.order import RANKS_THEN_BIAS
-from ..throughput.partial import lost_weight
-from ..throughput.placement import Ints, SendPlan
-from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
-from .assembly import Assembly, CallPlacement
-from .exchange import HostsExchange
+from ....gpu.event import DONE
+from ....link.topology import Roles, Topology
+from ....memory.arena import Arena
+from ....view.group import GroupInView
+from ...checks import CombineCall, DispatchCall
+from ...config import BufferConfig
+from ...handle import Combined, CpuHandle, Dispatched, Handle, mask_of
+from ...members.assembly import Assembly, CallPlacement
+from ...members.exchange import HostsExchange
+from ...members.header import ExchangedRows, combine_header, dispatch_header
+from ...members.rows import MemberRows
+from ...paths import PathOverHosts
+from ...streams import CallStream, RunOptions
+from ..arenas import OwnArenas, clear_padding
+from ..order import RANKS_THEN_BIAS
+from ..partial import lost_weight
+from ..placement import Ints, SendPlan, aligned
+from ..rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .host_records import HostRecords, Records, sent_records
-from .layout import Chunks, dispatch_length
+from .layout import Chunks, Parts, dispatch_length
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
-from .rows import MemberRows
 
 Planned = TypeVar("Planned")
 
@@ -103,7 +103,7 @@ class HostsPath(PathOverHosts):
     """Moves rows between the ranks of several hosts.
 
     Args:
-        control: the buffer's CPU side.
+        exchange: of the buffer's rows.
         buffer_id: goes into handles.
         topology: the placement of the ranks, as far as the outboxes do not name it.
         job_handle: job handle of the group.
@@ -112,19 +112,19 @@ class HostsPath(PathOverHosts):
 
     def __init__(
         self,
-        control: ControlPlaneOver[HostsExchange],
+        exchange: HostsExchange,
         buffer_id: int,
         topology: Topology,
         job_handle: GroupInView,
         poison: bool,
     ) -> None:
-        self.config = config = control.config
+        self.config = config = exchange.config
         self.rank = topology.rank
-        self.control = control
-        self.exchange = exchange = control.exchange
+        self.exchange = exchange
         self._engine: Engine = exchange.engine
         self._places = CallPlacement(topology, config.num_ranks)
-        self._assembly = Assembly(control, exchange.engine, job_handle)
+        self._parts: Parts | None = None  # of the last call
+        self._assembly = Assembly(exchange, job_handle)
         self.takes_replacements = job_handle.is_open
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
@@ -141,7 +141,7 @@ class HostsPath(PathOverHosts):
     # ---- calls that move no rows
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, admit joiners (`assembly.py`), and return the members, into `active_ranks` as well.
+        """Meet, admit joiners (`members/assembly.py`), and return the members, into `active_ranks` as well.
 
         Living ranks are awaited, whatever the masks say, by the policy for silent ranks: none is excluded from the
         buffer alone. Raises as `Buffer.barrier`; with a mask not losses, which the mask contains.
@@ -214,6 +214,13 @@ class HostsPath(PathOverHosts):
         """Return the ranks without a part in a call."""
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in met.members)
 
+    def _parts_of(self, met: MemberRows) -> Parts:
+        """Return the roles in a call and its assignment of sums; made anew when members or their placement change."""
+        topology, parts = self._places.of(met.peer_regions), self._parts
+        if parts is None or parts.roles.topology is not topology or parts.members != met.members:
+            self._parts = parts = Parts(Roles(topology, met.members))
+        return parts
+
     def _check_epoch(self, handle: Handle, met: MemberRows) -> None:
         """Raise, on all ranks alike, if a handle is of another epoch than the call."""
         if handle.epoch != met.epoch:
@@ -229,9 +236,8 @@ class HostsPath(PathOverHosts):
         engine has retired it, which has happened by then.
         """
         handle = self._new_handle(call, met) if call.handle is None else _own(call.handle)
-        arena, _ = self._arenas.of(call.layout, call.expert_alignment)
-        arena.pool.reclaim(self.exchange.seq)
-        arena.pool.passed(self.exchange.seq + 1)  # no other rank has it mapped
+        seq = self.exchange.seq
+        arena, _ = self._arenas.of(call.layout, call.expert_alignment, seq, seq + 1)  # no other rank has it mapped
         slot = self._arenas.take(arena)
         try:
             return _Begun(self._plan_records(call, handle, met, arena, slot), handle, arena, slot)
@@ -276,12 +282,12 @@ class HostsPath(PathOverHosts):
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
         is_fresh = call.handle is None
-        meta, topology = None, self._places.of(met.peer_regions)
+        meta, roles = None, self._parts_of(met).roles
         if is_fresh or call.topk_weights is not None:
-            meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
-        length = dispatch_length(self.config, topology.num_hosts, met.peer_regions.staging_bytes)
+            meta = pack_tokens(call, handle.num_topk, self.config.meta_words["rank"])
+        length = dispatch_length(self.config, roles.topology.num_hosts, met.peer_regions.staging_bytes)
         return RecordsPlan(
-            Roles(topology, met.members),
+            roles,
             handle,
             is_fresh,
             LocalTokens(payload, meta),
@@ -294,7 +300,7 @@ class HostsPath(PathOverHosts):
         """Return the first row of each (source, local expert), and how many it has."""
         first = self.config.num_ranks + handle.by_host.first_expert
         mine = rows.counts[:, first : first + self.config.num_local_experts]
-        padded = np.array([round_up(int(count), handle.expert_alignment) for count in mine.sum(0)], dtype=np.int64)
+        padded = aligned(mine.sum(0), handle.expert_alignment)
         return padded.cumsum() - padded + mine.cumsum(0) - mine, mine
 
     def _with_meta(self, call: DispatchCall, handle: CpuHandle, plan: RecordsPlan) -> CpuHandle:
@@ -314,7 +320,7 @@ class HostsPath(PathOverHosts):
         return with_meta(call, handle, np.concatenate(mine), by_host.first_expert)
 
     def _slots(self, call: DispatchCall, handle: CpuHandle, source: int, meta: Ints) -> Ints:
-        """Return slot and weight of each row of a source in the expert layout, as `received_meta` reads them."""
+        """Return slot and weight of each row of a source in the expert layout, as `with_meta` reads them."""
         records, k = handle.by_host.slots[source]
         packed = np.zeros((len(records), 2), dtype=np.int64)
         packed[:, 0] = handle.by_host.received[source].tokens[records] * handle.num_topk + k
@@ -349,8 +355,7 @@ class HostsPath(PathOverHosts):
         """Plan a combine; a result that must not be seen before the end is made in retained memory."""
         num_tokens = [header.num_tokens for header in met.rows.headers]
         scratch = None if call.out is None else self._scratch(call.out)
-        roles = Roles(self._places.of(met.peer_regions), met.members)
-        return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
+        return PartialsPlan(self._parts_of(met), call, handle, num_tokens, self.config.wide_partials, scratch)
 
     def _combined(self, call: CombineCall, handle: CpuHandle, plan: PartialsPlan, met: MemberRows) -> Combined:
         gone, weighs = self._lost(met), None

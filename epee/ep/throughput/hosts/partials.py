@@ -28,16 +28,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...arrays import array_of, plain_tensors, writing
-from ...engine.outbox import PeerRegions
-from ...engine.plan import Plan, Range
-from ...engine.signature import OP_CODE
-from ...engine.signature import pack as pack_signature
-from ...link.topology import Roles
-from ...memory.layout import align_up
-from ..checks import CombineCall
-from ..handle import CpuHandle
-from ..throughput.reduce import accumulator_dtype, put
+from ....arrays import array_of, plain_tensors, writing
+from ....engine.outbox import PeerRegions
+from ....engine.plan import Plan, Range
+from ....engine.signature import OP_CODE
+from ....engine.signature import pack as pack_signature
+from ....memory.layout import align_up
+from ...checks import CombineCall
+from ...handle import CpuHandle
+from ..reduce import accumulator_dtype, put
 from .layout import Chunks, Parts, combine_length, lent_dtype
 
 _BYTE = np.dtype(np.uint8)
@@ -89,7 +88,7 @@ class PartialsPlan(Plan):
     """Moves and sums the rows of one combine.
 
     Args:
-        roles: placement and membership of the ranks; of those in the dispatch, some may be lost.
+        parts: the assignment of sums to ranks; of those in the dispatch, some may be lost.
         call: the combine.
         handle: its own.
         num_tokens: of each rank.
@@ -103,7 +102,7 @@ class PartialsPlan(Plan):
 
     def __init__(
         self,
-        roles: Roles,
+        parts: Parts,
         call: CombineCall,
         handle: CpuHandle,
         num_tokens: Sequence[int],
@@ -111,15 +110,14 @@ class PartialsPlan(Plan):
         scratch: torch.Tensor | None = None,
     ) -> None:
         super().__init__("combine", pack_signature(OP_CODE["combine"]))
-        self._roles, self._topology, self._handle = roles, roles.topology, handle
-        self._at = {rank: place for place, rank in enumerate(sorted(roles.present))}  # among the outboxes
+        self._parts, self._roles, self._topology, self._handle = parts, parts.roles, parts.roles.topology, handle
+        self._at = {rank: place for place, rank in enumerate(parts.members)}  # among the outboxes
         self._y, self._y_weights, self._bias = call.y, call.topk_weights, call.bias
         self._target = call.out
         hidden, dtype = call.y.shape[1], call.y.dtype
         self._wide = accumulator_dtype(dtype)
         kind = None if call.topk_weights is None else (handle.num_topk, call.topk_weights.dtype)
-        self._parts = Parts(roles)
-        self._length = length = combine_length(hidden, lent_dtype(handle.layout, dtype), self._parts)
+        self._length = length = combine_length(hidden, lent_dtype(handle.layout, dtype), parts)
         self._lent = RowBlock(length, hidden, lent_dtype(handle.layout, dtype), kind)
         self._summed = RowBlock(length, hidden, self._wide if wide else dtype, kind)
         self.rounds = Chunks.of(length, num_tokens).count

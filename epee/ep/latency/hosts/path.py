@@ -9,11 +9,11 @@ what its host has for the sources that it serves (see below). Receive phase: a r
 rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
 did, ahead of it.
 
-`sync` lets the living ranks meet, admits processes that replace lost ranks (`assembly.py`), and begins an epoch with
-them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks present,
-and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same members
-(`exchange.py`). Until then a death changes nothing for the others' calls except that its rank, and on a host those
-ranks whose gateway it was there, send nothing.
+`sync` lets the living ranks meet, admits processes that replace lost ranks (`members/assembly.py`), and begins an epoch
+with them: calls are numbered from 1, excluded ranks are members again, hosts and gateways are those of the ranks
+present, and the memory that they lend now is read. It ends with a call of the engine, so all ranks find the same
+members (`members/exchange.py`). Until then a death changes nothing for the others' calls except that its rank, and on a
+host those ranks whose gateway it was there, send nothing.
 
 After a crash see `wire.py`; the rows of a rank that dies between its rows and its gateway's sums are in them or not,
 for all tokens of a source alike.
@@ -53,25 +53,24 @@ from ....link.topology import Roles, Topology
 from ....view.group import GroupInView
 from ....view.protocol.messages import LEFT
 from ...config import BufferConfig
-from ...control.header import OP_SYNC
-from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
-from ...latency.cpu import CpuLatencyHandle, LatencyCalls
-from ...latency.pending_call import PendingCall
-from ...latency.region import SectionCut, checked_cut, section_bytes
-from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
-from ...latency.types import (
+from ...members.assembly import Assembly, CallPlacement
+from ...members.exchange import HostsExchange
+from ...members.header import OP_SYNC
+from ...paths import PathOverHosts
+from ...throughput.placement import Ints
+from ..call import PendingCall
+from ..cpu import CpuLatencyHandle, LatencyCalls
+from ..region import SectionCut, checked_cut, section_bytes
+from ..rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
+from ..types import (
     LatencyCombineCall,
     LatencyCombined,
     LatencyDispatchCall,
     LatencyDispatched,
     Quantisation,
 )
-from ...latency.wire import SectionHeader, checked_tokens
-from ...paths import PathOverHosts
-from ...throughput.placement import Ints
-from ..assembly import Assembly, CallPlacement
-from ..exchange import HostsExchange
+from ..wire import SectionHeader, checked_tokens
 from .handle import ArrivedIds, HostsLatencyHandle
 from .pending_call import HostsPendingCalls
 from .region import RecordFields, Sums, latency_layout
@@ -291,7 +290,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
     """Moves the rows of one `LatencyBuffer` between several hosts.
 
     Args:
-        control: the buffer's CPU side.
+        exchange: of the buffer's rows.
         topology: the placement of the ranks, as far as the outboxes do not name it.
         job_handle: job handle of the group.
         poison: fill memory with 0xFF before each use.
@@ -302,31 +301,30 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
 
     def __init__(
         self,
-        control: ControlPlaneOver[HostsExchange],
+        exchange: HostsExchange,
         topology: Topology,
         job_handle: GroupInView,
         poison: bool,
         closing: Closing,
     ) -> None:
-        self._places = CallPlacement(topology, control.config.num_ranks)
-        self._exchange = exchange = control.exchange
-        self._assembly = Assembly(control, exchange.engine, job_handle)
+        self._places = CallPlacement(topology, exchange.config.num_ranks)
+        self._assembly = Assembly(exchange, job_handle)
         self.takes_replacements = job_handle.is_open
         self._topology = topology = self._places.of(exchange.peer_regions)  # of the epoch, as all that follows from it
         self._engine = engine = exchange.engine
         self._life = self._life_words()
         self._met = exchange.peer_regions.members, exchange.peer_regions.epoch  # in the call with which the epoch began
-        self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
-        self._layout = latency_layout(control.config)
+        self._roles = Roles(topology, range(exchange.config.num_ranks))  # of the epoch
+        self._layout = latency_layout(exchange.config)
         self._nbytes = self._count()
         self.wire = wire = HostsWire(
-            control.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
+            exchange.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
         )
         pending_calls = HostsPendingCalls(
             wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted, self._cut_off_by
         )
         self._sums = HostSums(topology, wire, pending_calls)
-        super().__init__(control, wire, pending_calls, poison)
+        super().__init__(exchange, wire, pending_calls, poison)
 
     def _count(self) -> int:
         """Return how much memory this rank lends to others, or keeps for them."""
@@ -416,16 +414,16 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         if error is not None:
-            self.control.refuse(OP_SYNC, error, deadline)  # the others are in it
+            self.exchange.refuse(OP_SYNC, error, deadline)  # the others are in it
             raise error
         # on the same links as what follows: a rank that has passed the meeting has it
         self.wire.set_cut([True] * num_ranks, 0)
-        epoch = self._exchange.epoch.to_bytes(8, "little")
+        epoch = self.exchange.epoch.to_bytes(8, "little")
         told = self._assembly.meet(epoch, deadline, lambda _: False)
-        self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
-        self._met = self._exchange.peer_regions.members, self._exchange.peer_regions.epoch
-        self._topology = self._places.of(self._exchange.peer_regions)
-        self._roles = roles = Roles(self._topology, self._exchange.members)
+        self.exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
+        self._met = self.exchange.peer_regions.members, self.exchange.peer_regions.epoch
+        self._topology = self._places.of(self.exchange.peer_regions)
+        self._roles = roles = Roles(self._topology, self.exchange.members)
         old, self._life = self._life, self._life_words()
         for words in old:
             words.release()
@@ -433,7 +431,7 @@ class LatencyHostsPath(LatencyCalls, PathOverHosts):
         self._sums.begin_epoch(self._topology)
         self._pending_calls.restart()
         self._nbytes = self._count()
-        mask = mask_of(self._exchange.members, num_ranks)
+        mask = mask_of(self.exchange.members, num_ranks)
         if active_ranks is not None:
             with writing(active_ranks):
                 active_ranks[:num_ranks].copy_(mask)

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from ...engine.limits import MIN_STAGING_BYTES
-from ...link.topology import Roles
-from ...memory.layout import align_up
-from ..config import MAX_TOPK, BufferConfig
-from ..throughput.reduce import accumulator_dtype
+from ....engine.limits import MIN_STAGING_BYTES
+from ....link.topology import Roles
+from ....memory.layout import align_up
+from ...config import MAX_TOPK, BufferConfig
+from ..reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
 CHUNK_BYTES = 2 << 20  # smaller records travel in longer chunks
@@ -92,7 +93,7 @@ class SectionLayout(NamedTuple):
 
 def _widest(config: BufferConfig) -> SectionLayout:
     """Return the layout of a section of the widest records."""
-    return SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+    return SectionLayout(1 + config.meta_words["rank"], config.row_words, config.scale_words)
 
 
 def _wished_length(config: BufferConfig) -> int:
@@ -100,6 +101,7 @@ def _wished_length(config: BufferConfig) -> int:
     return min(config.max_tokens_per_rank, max(CHUNK_TOKENS, CHUNK_BYTES // record))
 
 
+@lru_cache(maxsize=8)  # the same for all calls of a buffer
 def dispatch_length(config: BufferConfig, num_hosts: int, staged: int) -> int:
     """Return the tokens of a round of a dispatch, whatever its payload.
 
@@ -121,12 +123,15 @@ class Parts:
         roles: placement and membership of the ranks.
 
     Attributes:
+        roles: as the argument.
+        members: the ranks of the view, ascending.
         served: per member the sources that it serves, ascending.
         lent: per rank the sources that other ranks of its host serve, ascending.
     """
 
     def __init__(self, roles: Roles) -> None:
         topology, present = roles.topology, sorted(roles.present)
+        self.roles, self.members = roles, tuple(present)
         self.served: dict[int, list[int]] = {rank: [] for rank in present}
         for source in present:
             for host in range(topology.num_hosts):

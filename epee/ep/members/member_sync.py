@@ -67,10 +67,10 @@ from ...view.group import GroupInView
 from ...view.protocol.decision import has_quorum
 from ...view.protocol.messages import EXITED, LEFT, PUT_OUT
 from ..config import BufferConfig
-from ..control.header import OP_SYNC, REASON_BYTES, Header
-from ..control.membership import Agreed, Membership
+from .header import OP_SYNC, REASON_BYTES, Header
+from .membership import Agreed, Membership
 from .notices import BufferNotice, present_ranks
-from .rows import CallTimeouts, OwnRow, RowsOverEngine, RowsPlan
+from .rows import CallTimeouts, OwnRow, RowExchange, RowsPlan
 
 GRACE_S = 0.05  # how long to wait for a rank that no rank counts on
 WANT_PAUSE_S = 0.1  # between two identical requests to the agent
@@ -124,7 +124,7 @@ class Arrivals(NamedTuple):
     has_begun: bool
 
 
-class SyncExchange(RowsOverEngine):
+class SyncExchange(RowExchange):
     """An exchange of rows whose engine makes the calls of `sync` as well.
 
     The engine has `extra_bytes` extra bytes.
@@ -207,7 +207,7 @@ class MemberSync:
                 self.open_row = None  # it has failed on all
             raise
         self.open_row = None
-        self._exchange.end.close()
+        self._exchange.close_call()
         return found
 
     def _found(self, op: Operation) -> tuple[dict[int, SyncRow], dict[int, bytes]]:
@@ -608,7 +608,7 @@ class MembersOfEngine(Membership):
         self._note(found)
         return self._enter(deadline)
 
-    def note_agreed(self, agreed: Agreed) -> None:
+    def note_agreed(self) -> None:
         """Record that the caller of `sync` has its result, and that the next one is another."""
         self._returned = self._exchange.num_agreed
 

@@ -3,7 +3,7 @@
 A call of the buffer begins as on one host (`direct.py`): every rank sends what it is about to do and how many
 rows go where, and all ranks reach the same result from the same rows. The engine carries the rows to every host once;
 it makes sure that a call which one rank aborts ends in the same way on all, so nothing needs to be aborted here. What a
-call moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all
+call moves beside its rows is further calls of the same engine (`throughput/hosts/`), in the same order on all
 ranks.
 
 The engine determines the members, call by call; `rows.py` defines what that means for the rows.
@@ -37,45 +37,44 @@ from ...engine.outbox import PeerRegions
 from ...engine.plan import Make, Plan
 from ...errors import AbortedError, expected
 from ..config import BufferConfig
-from ..control.header import OPS_OF_CPUS, ExchangedRows, Header, Moved
-from ..control.membership import Membership
 from ..throughput.placement import Ints
-from .rows import CallTimeouts, MemberRows, OwnRow, RowsOverEngine
+from .header import OPS_OF_CPUS, ExchangedRows, Header, Moved
+from .membership import Membership
+from .rows import CallTimeouts, OwnRow, RowExchange
 
 
 class Step:
     """A step between its first call and its last.
 
     Args:
-        run: makes an engine call.
-        read: reads and checks the rows of a call that has ended; raises what all ranks raise.
+        exchange: of the buffer.
         row: of this rank.
+        timeouts: of each of its calls: a rank that has finished one waits anew in the next.
 
     Attributes:
         met: the current input of its plan.
     """
 
-    def __init__(
-        self, run: Callable[[Make], Operation], read: Callable[[OwnRow, Operation], MemberRows], row: OwnRow
-    ) -> None:
-        self._run, self._read, self._row = run, read, row
-        self.met = read(row, run(row.plan))
+    def __init__(self, exchange: HostsExchange, row: OwnRow, timeouts: CallTimeouts) -> None:
+        self._exchange, self._row, self._timeouts = exchange, row, timeouts
+        self.met = exchange._read(row, exchange.run(row.plan, timeouts))
 
     def move(self, plan: Plan) -> bool:
         """Run a plan that was made by `met`; False: the members have changed, `met` is another, plan anew."""
         met, row = self.met, self._row
-        op = self._run(lambda peer_regions: plan if met.serves(peer_regions) else row.plan(peer_regions))
+        exchange = self._exchange
+        op = exchange.run(lambda now: plan if met.serves(now) else row.plan(now), self._timeouts)
         if op.plan is plan:
             return True
-        self.met = self._read(row, op)
+        self.met = exchange._read(row, op)
         return False
 
 
-class HostsExchange(RowsOverEngine):
-    """Row exchange through an engine; implements `control.messages.RowExchange`.
+class HostsExchange(RowExchange):
+    """Row exchange over several hosts.
 
     Args:
-        config, rank, interrupt: as of `RowsOverEngine`.
+        config, rank, interrupt: as of `RowExchange`.
 
     Attributes:
         peer_regions: the outboxes with which the last call ran.
@@ -90,7 +89,7 @@ class HostsExchange(RowsOverEngine):
 
     def __init__(self, config: BufferConfig, rank: int, interrupt: Callable[[], None]) -> None:
         super().__init__(config, rank, interrupt)
-        self.membership = Membership(0)
+        self.membership = Membership()
 
     def use(self, engine: Engine) -> None:
         """Run the next call with an engine: the first one, or that with which this rank has returned."""
@@ -108,11 +107,6 @@ class HostsExchange(RowsOverEngine):
     def seq(self) -> int:
         """Number of the last call; equal on all ranks in the same call. 0 while this rank joins."""
         return self.engine.seq if self.has_engine else 0
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that are visible to the peers, or will be."""
-        return self.seq
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Send this rank's row and return the rows of all ranks, checked and agreed on; as
@@ -132,9 +126,7 @@ class HostsExchange(RowsOverEngine):
 
     def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:
         """Send this rank's row and return a step with the rows of all ranks, which moves the data; raises as `call`."""
-        # for each of its calls: a rank that has finished one waits anew in the next
-        timeouts = CallTimeouts.until(deadline)
-        return Step(lambda make: self.run(make, timeouts), self._read, self._row(header, counts, b""))
+        return Step(self, self._row(header, counts, b""), CallTimeouts.until(deadline))
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Send this rank's row, as one that refuses the call, and wait for no rank."""

@@ -25,18 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import array_of
-from ...engine.outbox import PeerRegions
-from ...engine.plan import Plan, Range
-from ...engine.signature import OP_CODE
-from ...engine.signature import pack as pack_signature
-from ...errors import ProtocolError
-from ...link.topology import Roles
-from ...memory.arena import Arena
-from ..checks import PayloadRows
-from ..handle import CpuHandle
-from ..throughput.placement import Ints
-from ..throughput.rows import rows_of
+from ....arrays import array_of
+from ....engine.outbox import PeerRegions
+from ....engine.plan import Plan, Range
+from ....engine.signature import OP_CODE
+from ....engine.signature import pack as pack_signature
+from ....errors import ProtocolError
+from ....link.topology import Roles
+from ....memory.arena import Arena
+from ...checks import PayloadRows
+from ...handle import CpuHandle
+from ..placement import Ints
+from ..rows import rows_of
 from .host_records import Records, local_slots
 from .layout import Chunks, SectionLayout
 

@@ -33,13 +33,11 @@ import struct
 import time
 from collections.abc import Callable
 
-from ...engine import Engine
 from ...engine.outbox import PeerRegions
 from ...link.topology import Topology
 from ...view.group import GroupInView
-from ..control.header import OP_SYNC
-from ..control.messages import ControlPlaneOver
 from .exchange import HostsExchange
+from .header import OP_SYNC
 from .notices import present_ranks
 
 SLICE_S = 0.2  # of the timeout of a meeting, until the ranks exchange again which ranks they still know of
@@ -80,14 +78,12 @@ class Assembly:
     """The meetings of one rank.
 
     Args:
-        control: of the buffer.
-        engine: of the buffer.
+        exchange: of the buffer's rows; has its engine.
         job_handle: job handle of its group.
     """
 
-    def __init__(self, control: ControlPlaneOver[HostsExchange], engine: Engine, job_handle: GroupInView) -> None:
-        self._control, self._exchange = control, control.exchange
-        self._engine = engine
+    def __init__(self, exchange: HostsExchange, job_handle: GroupInView) -> None:
+        self._exchange, self._engine = exchange, exchange.engine
         self._job_handle = job_handle
 
     def meet(self, data: bytes, deadline: float, is_loss: Callable[[Exception], bool]) -> list[bytes]:
@@ -108,7 +104,7 @@ class Assembly:
             now = time.monotonic()
             row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + timeouts))
             try:
-                told = self._control.all_gather_bytes(row + data, time.monotonic() + timeouts, OP_SYNC)
+                told = self._exchange.all_gather_bytes(row + data, time.monotonic() + timeouts, OP_SYNC)
             except Exception as error:
                 if not is_loss(error) or time.monotonic() > deadline + timeouts:
                     raise
@@ -126,7 +122,7 @@ class Assembly:
 
     def _missing(self, bits: list[int]) -> set[int]:
         """Return the ranks that some rank knows of and that were not in the last call."""
-        ranks = range(self._control.config.num_ranks)
+        ranks = range(self._exchange.config.num_ranks)
         return {rank for rank in ranks if any(word >> rank & 1 for word in bits)}.difference(self._exchange.members)
 
     def _expected(self) -> tuple[int, int]:
@@ -137,7 +133,7 @@ class Assembly:
         if not job_handle.is_open:
             return 0, 0
         there, left = membership.admission.expected()
-        ready = [rank for rank in there if rank < self._control.config.num_ranks]
+        ready = [rank for rank in there if rank < self._exchange.config.num_ranks]
         awaited = set(present_ranks(job_handle, job_handle.runtime.view())) - left
         return sum(1 << rank for rank in ready), sum(1 << rank for rank in awaited)
 

@@ -22,10 +22,10 @@ from ...errors import PeerError, RankFailedError, context, expected
 from ...view.awaited import kind_of_loss
 from ...view.group import GroupInView
 from ...view.protocol.messages import PUT_OUT
-from ..control.header import OP_NAMES, ExchangedRows, Header, Moved
 from ..epoch_memory import Memory
 from ..throughput.placement import Ints
 from .exchange import HostsExchange
+from .header import OP_NAMES, ExchangedRows, Header, Moved
 from .member_sync import MembersOfEngine, SyncExchange
 from .rows import CallTimeouts, OwnRow
 
@@ -51,11 +51,11 @@ class MemberExchange(HostsExchange, SyncExchange):
         try:
             rows = super().call(header, counts, text, deadline)
         except expected(Moved):
-            self.end.close()  # on all ranks
+            self.close_call()  # on all ranks
             raise
         missing = sorted(members.lost({*rows.parties}))
         if missing:
-            self.end.close()  # as above
+            self.close_call()  # as above
             raise members.loss(missing[0], OP_NAMES[header.op], self.seq)
         return rows
 
@@ -120,7 +120,8 @@ class EpochMembersOfEngine(MembersOfEngine):
 
     def join(self, deadline: float) -> None:
         """Enter, as a replacement that the members of the engine have admitted in their `sync`; raises as `sync`."""
-        self.note_agreed(self.sync((1 << self._config.num_ranks) - 1, 0, deadline))
+        self.sync((1 << self._config.num_ranks) - 1, 0, deadline)
+        self.note_agreed()
         self._exchange.announce()
 
     def is_calm(self) -> bool:

@@ -1,6 +1,6 @@
 """The row of a call, as ranks exchange it: its fixed words, their checks and names in messages, and its format.
 
-A row is its tag, then the header, free bytes, counts; it says what a rank is about to do. `hosts/rows.py`
+A row is its tag, then the header, free bytes, counts; it says what a rank is about to do. `members/rows.py`
 carries rows. Everything in one comes from a peer, so each field of the header has its bounds here;
 the user of a copy checks the counts. Plain values: a crash leaves nothing.
 """
@@ -180,6 +180,11 @@ LABELS = {
     "scale_words": "the width of the FP8 scales",
     "scale_kind": "the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)",
 }
+
+
+def reason_bytes(error: BaseException) -> bytes:
+    """Return what the peers will read about a refusal."""
+    return f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
 
 
 def describe_field(name: str, value: int) -> str:

@@ -1,1 +1,0 @@
-"""The messages between the CPU sides of a buffer's ranks."""

@@ -243,7 +243,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
     nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        config, rank, control, _, _, closing = making
+        config, rank, control, _, _, closing, *_ = making
         exchange = control.exchange
         members: EpochMembers = exchange.membership
         self._members = members

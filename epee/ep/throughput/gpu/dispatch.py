@@ -82,6 +82,8 @@ class DispatchPlan:
             empty.
     """
 
+    _space: Any = staticmethod(handle_space)
+
     def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
         machine, config = shape.machine, shape.config
         self._shape, self.facts = shape, facts
@@ -97,13 +99,18 @@ class DispatchPlan:
         self._num_info_words = config.info_words // 2
         self.handle_facts: dict[str, Any] = {}
         device, most = machine.platform.device, self.most_rows
-        self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), device).make
+        self.new_handle = HandleForm(facts, self._space(config, facts.num_tokens), device).make
         self._hidden = config.hidden
         if is_expert:
             self._new_x = allocator((most, config.hidden), facts.dtype, device)
             self._new_scales = allocator((most, facts.num_scales), torch.int32, device)
             self._new_weights = allocator((most,), torch.float32, device)
             self._new_sources = allocator((3 * most,), torch.int64, device)
+        self._set_stages()
+
+    def _set_stages(self) -> None:
+        """Make the kernels to be launched."""
+        shape, facts, machine, config = self._shape, self.facts, self._shape.machine, self._shape.config
         self._num_senders = self._num_channels = self._few_warps = 0
         limits = machine.platform.limits
         few = None
@@ -128,8 +135,7 @@ class DispatchPlan:
         self._layout_args, self._payload_args = layout, payload
         self._write_layout = call_words(layout, "topk_idx token_in_rank topk_weights handle mailbox grant refused")
         self._write_payload = call_words(payload, "x scales handle")
-        self._set_layout(shape, layout, launch)
-        self._set_payload(payload, launch)
+        self._set_arguments(layout, payload, launch)
 
     def start(
         self,
@@ -303,33 +309,27 @@ class DispatchPlan:
         self._num_channels = senders * warps // 2
         return launch
 
-    def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
-        """Set the constants among the `LayoutParams`."""
-        facts = self.facts
+    def _set_arguments(self, a: Any, sends: Any, launch: LaunchShape) -> None:
+        """Set the constants among the `LayoutParams`, and among the `DispatchParams` of the kernel of this launch."""
+        shape, facts = self._shape, self.facts
         if self._payload is not None and facts.is_fresh:
             a.kept_per_warp = layout_shape(*_layout_sizes(shape, facts))[1]
         a.signature = signature_of(facts)
         a.num_tokens, a.expert_alignment = facts.num_tokens, facts.expert_alignment
         a.max_expanded_rows = self.most_rows if facts.is_expert else 0
-        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload.grid, int(facts.is_fresh)
+        a.num_channels, a.num_blocks, a.do_count = self._num_channels, launch.grid, int(facts.is_fresh)
         a.shape, a.capacity = shape.signature(facts.capacity), facts.capacity or 0
-        if not facts.is_expert:
-            a.max_recv_rows = self.most_rows
-
-    def _set_payload(self, a: Any, launch: LaunchShape) -> None:
-        """Set the constants among the `DispatchParams`."""
-        facts = self.facts
-        a.x_stride, a.num_scales = facts.row_stride, facts.num_scales
+        sends.x_stride, sends.num_scales = facts.row_stride, facts.num_scales
         if facts.num_scales:
-            a.scale_row_stride, a.scale_column_stride = facts.scale_strides
-        a.num_tokens, a.row_bytes = facts.num_tokens, facts.row_bytes
-        a.chunk_bytes, a.num_sender_blocks = launch.chunk_bytes, self._num_senders
-        a.fill_tail = int(not facts.is_exact and facts.has_topk)
+            sends.scale_row_stride, sends.scale_column_stride = facts.scale_strides
+        sends.num_tokens, sends.row_bytes = facts.num_tokens, facts.row_bytes
+        sends.chunk_bytes, sends.num_sender_blocks = launch.chunk_bytes, self._num_senders
+        sends.fill_tail = int(not facts.is_exact and facts.has_topk)
         if not facts.is_expert:
-            a.max_recv_rows = self.most_rows
+            a.max_recv_rows = sends.max_recv_rows = self.most_rows
         else:
-            a.expert_alignment = facts.expert_alignment
-            a.max_expanded_rows = self.most_rows
+            sends.expert_alignment = facts.expert_alignment
+            sends.max_expanded_rows = self.most_rows
 
 
 def _layout_sizes(shape: Shape, facts: DispatchFacts) -> tuple[Any, ...]:
@@ -392,7 +392,8 @@ def plan_of(
         key = facts, machine.max_sms, FEW_TOKENS
         plan = shape.plans.get(key)
         if plan is None:
-            plan = DispatchPlan(shape, facts)
+            kind = DispatchPlan if shape.plan_kinds is None else shape.plan_kinds[0]
+            plan = kind(shape, facts)
             shape.keep_plan(key, plan)
         if memo is not None:
             memo[short] = plan

@@ -34,6 +34,7 @@ from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
+from .throughput.gpu_hosts_path import CudaPathOverHosts
 from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
@@ -247,7 +248,8 @@ class Buffer(SharedBuffer):
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
         share = "descriptors" if platform.keeps_addresses else "cudaIpc"
         config = replace(config, path="cuda", device=platform.device, share=share)
-        throughput_config(config, self.rank).check()
+        islands = self._topology.hosts if config.num_hosts > 1 else ()
+        throughput_config(config, self.rank, islands).check()
         return config
 
     def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
@@ -266,6 +268,9 @@ class Buffer(SharedBuffer):
         self._checked = CheckedCalls(self.config)
         if platform is None:
             self._rows = CpuPath(making, poison)
+        elif making.islands:
+            self._rows = self._gpu = over_hosts = CudaPathOverHosts(making, platform, self._timeout)
+            over_hosts.set_poison(poison)
         else:
             self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
             gpu.set_poison(poison)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.csrc.emulated import has_compiler
-from tests.csrc.emulated_buffer import EmulatedBuffer, emulated
+from tests.csrc.emulated_buffer import emulated
 from tests.ep import gpu_buffer_cases, gpu_hosts_cases
 from tests.ep.buffer_cases import Call, Setup, check_setups
 from tests.hosts import run_on_loopbacks
@@ -21,15 +21,9 @@ pytestmark = [
 ]
 
 
-def opened(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a rank's function with `epee.Buffer` on the emulated GPU."""
-    gpu_hosts_cases.open_name(EmulatedBuffer)
-    return emulated(rank, num_ranks, function, *args)
-
-
 def run(placement: tuple[int, ...], function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run a rank function with `epee.Buffer` on the emulated GPU, rank r on host `placement[r]`."""
-    return run_on_loopbacks(opened, placement, function, *args, timeout_s=200)
+    return run_on_loopbacks(emulated, placement, function, *args, timeout_s=200)
 
 
 def check(placement: tuple[int, ...], *setups: Setup) -> None:
@@ -38,7 +32,7 @@ def check(placement: tuple[int, ...], *setups: Setup) -> None:
     def run_ranks(around: Callable[..., Any], num_ranks: int, function: Any, given: Any, timeout_s: float) -> list[Any]:
         return run_on_loopbacks(around, placement, function, given, timeout_s=timeout_s)
 
-    check_setups(len(placement), list(setups), timeout_s=200, around=opened, run=run_ranks)
+    check_setups(len(placement), list(setups), timeout_s=200, around=emulated, run=run_ranks)
 
 
 def setup_of(placement: tuple[int, ...], *calls: Call, **changes: Any) -> Setup:
@@ -104,4 +98,4 @@ def test_a_loss_ends_the_calls_of_all_and_is_named(
 ) -> None:
     dead = () if kills_proxy else (victim,)
     args = victim, kills_proxy
-    run_on_loopbacks(opened, placement, function, *args, timeout_s=100, backend="gloo", dead=dead)
+    run_on_loopbacks(emulated, placement, function, *args, timeout_s=100, backend="gloo", dead=dead)

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,25 +20,12 @@ import torch.distributed as dist
 import epee
 from epee import InvalidArgument, InvalidState, MismatchError, PeerError, UnsupportedError
 from epee.engine.outbox import has_left
-from epee.ep.config import BufferConfig
-from epee.ep.throughput.gpu_hosts_path import check_over_hosts
-from epee.link.topology import Topology
 from tests.ep.buffer_cases import same_bits
 from tests.ep.gpu_buffer_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, make, times_sent, tokens
 from tests.harness.meeting import meet
 
 BOUND_S = 15.0  # of a call that a loss ends, with a timeout of 60 s or more
 PATIENT_S = 90.0
-
-
-def open_name(buffer_class: Any) -> None:
-    """Let the buffers of this process be made on GPUs of several hosts, which no public name does so far."""
-
-    def over_hosts(self: epee.Buffer, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
-        check_over_hosts(config)
-        return replace(config, num_hosts=topology.num_hosts)
-
-    buffer_class._over_hosts = over_hosts
 
 
 def summed(x: torch.Tensor, idx: torch.Tensor, num_ranks: int) -> torch.Tensor:

@@ -29,7 +29,6 @@ def on_gpu(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "device": "cuda", "timeout": 90.0})
 
-    gpu_hosts_cases.open_name(GpuBuffer)
     epee.Buffer = GpuBuffer  # type: ignore[misc]
     return function(rank, num_ranks, *args)
 

@@ -33,7 +33,7 @@ from .config import BufferConfig
 from .handle import mask_of, new_buffer_id
 from .job import job_handle_of
 from .making import fits
-from .members.bootstrap import on_several_hosts, size_of, timeout_of, topology_of
+from .members.bootstrap import link_address, on_several_hosts, size_of, timeout_of, topology_of
 from .members.bootstrap import refuse as refuse_birth
 from .members.header import OP_DISPATCH, OP_GATHER, OP_SYNC
 from .members.rows import RowExchange
@@ -99,7 +99,7 @@ class SharedBuffer:
             if self._topology.num_hosts > 1:
                 self.config = self._over_hosts(self.config, self._topology, platform is not None)
             if platform is not None:
-                self.config = self._on_gpu(config, platform)
+                self.config = self._on_gpu(self.config, platform)
             elif config.room_bytes and not config.is_latency:
                 raise UnsupportedError("a room for calls of several shapes is memory of a GPU; pass device='cuda'")
             self.config = with_policy(self.config, job_handle, fault_mode, on_stall)
@@ -124,8 +124,10 @@ class SharedBuffer:
             self._call_streams = CallStreams(self.config.device)
             with on_gpu(self.config.device.index):
                 self._path: Path
-                if not spans:
+                if not spans or platform is not None:
                     making = Making(self.config, self.rank, self._exchange, self._id, watch, closing)
+                    if spans:
+                        making = making._replace(islands=self._topology.hosts, address=link_address(group))
                     self._path = self._make_path(making, platform, poison)
                 else:
                     self._path = path = self._make_path_over_hosts(self._topology, job_handle, poison)
@@ -377,7 +379,7 @@ def _running_over_hosts(
     group: dist.ProcessGroup, job_handle: GroupInView, config: BufferConfig, timeout_s: float
 ) -> BufferNotice | None:
     """Return the buffer over hosts that this process has to join; None if there is none, or if it is no joiner."""
-    if not job_handle.is_joiner or not job_handle.spans:
+    if not job_handle.is_joiner or not job_handle.spans or config.is_cuda:
         return None
     from .members.notices import find_running
 
@@ -499,7 +501,8 @@ def _exchange_over_hosts(
         else:
             engine = come_into(job_handle_of(group, config.num_ranks), group.rank(), config, running, timeout_s)
         exchange.use(engine)
-        exchange.take_back = tell_of(group, engine, config, running)
+        if not config.is_cuda:  # such a buffer takes no process in
+            exchange.take_back = tell_of(group, engine, config, running)
     except BaseException:
         exchange.release()
         raise

@@ -38,12 +38,13 @@ from .checks import (
 )
 from .config import BufferConfig
 from .handle import Combined, Dispatched, Handle, Payload
-from .members.bootstrap import group_of, on_several_hosts, size_of
+from .members.bootstrap import group_of, size_of
 from .members.header import OP_COMBINE, OP_DISPATCH
 from .paths import Making, Path, PathOverHosts
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
+from .throughput.gpu_hosts_path import CudaPathOverHosts, check_over_hosts
 from .throughput.gpu_path import CudaPath, throughput_config
 
 if TYPE_CHECKING:
@@ -93,13 +94,14 @@ class Buffer(SharedBuffer):
 
     `LatencyBuffer` is for small batches.
 
-    Over several hosts, CPU tensors only (docs/hosts.md): a token crosses the network once for each host that it goes
-    to, and comes back as one sum per host. After the loss of a rank all ranks raise, or with `fault_mode="mask"` go on.
+    Over several hosts (docs/hosts.md): a token crosses the network once for each host that it goes to, and comes back
+    as one sum per host. After the loss of a rank all ranks raise, or with `fault_mode="mask"` go on. On GPUs a part
+    of it exists (docs/limits.md): other calls raise `UnsupportedError`, and a loss ends the buffer.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
         MismatchError: the ranks disagree; the same text on all of them.
-        UnsupportedError: GPUs of several hosts, not Linux on x86-64, or a device that is not served yet.
+        UnsupportedError: not Linux on x86-64, or a device, or options on GPUs of several hosts, not served yet.
         ResourceError: no memory, descriptors or permission.
     """
 
@@ -258,12 +260,13 @@ class Buffer(SharedBuffer):
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
         share = "descriptors" if platform.keeps_addresses else "cudaIpc"
         config = replace(config, path="cuda", device=platform.device, share=share)
-        throughput_config(config, self.rank).check()
+        islands = self._topology.hosts if config.num_hosts > 1 else ()
+        throughput_config(config, self.rank, islands).check()
         return config
 
     def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
         if is_on_gpu:
-            raise on_several_hosts("a Buffer on GPUs", topology.hosts)
+            check_over_hosts(config)
         return replace(config, num_hosts=topology.num_hosts)
 
     def _make_path_over_hosts(self, topology: Topology, job_handle: GroupInView, poison: bool) -> PathOverHosts:
@@ -281,6 +284,9 @@ class Buffer(SharedBuffer):
         if platform is None:
             self._check_on_cpu()
             self._rows = CpuPath(making, poison)
+        elif making.islands:
+            self._rows = self._gpu = over_hosts = CudaPathOverHosts(making, platform, self._timeout)
+            over_hosts.set_poison(poison)
         else:
             self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
             gpu.set_poison(poison)

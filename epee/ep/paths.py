@@ -174,6 +174,8 @@ class Making(NamedTuple):
         buffer_id: goes into handles.
         watch: knows which ranks are dead.
         closing: whether another thread wants to close the buffer; not the buffer, which it must not keep alive.
+        islands: the ranks of each host, ascending; empty where there is one host.
+        address: of this rank, for those of other hosts; "" where there is one host.
     """
 
     config: BufferConfig
@@ -182,6 +184,8 @@ class Making(NamedTuple):
     buffer_id: int
     watch: DeathWatch
     closing: Closing
+    islands: tuple[tuple[int, ...], ...] = ()
+    address: str = ""
 
 
 def platform_of(device: torch.device | str | None) -> Platform | None:

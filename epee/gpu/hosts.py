@@ -49,7 +49,7 @@ PULL_RECORDS = 4  # adjacent records that a warp takes from a chunk at once
 SUM_VECTORS = 7  # of 16 bytes, that a thread of a summing warp loads from a row at once
 PULL_CHUNK_BITS = 26  # of `pull_order`, below the index of a source, which is less than `MAX_RANKS`
 WATCH_ENDS_EVERY = 16  # reads of the proxy's progress for one of its end
-BROKEN_STREAMS_CODE = 9  # as refusal: a call has failed after it had posted chunks
+BROKEN_STREAMS_CODE = 10  # as refusal: a call has failed after it had posted chunks
 GAVE_UP_ROOMS = 8  # a rank whose calls fail waits for nobody: it may be so many calls ahead before its word is replaced
 # Words of a handle's `info`: state, number of the view, rows, chunks to pull, number of the dispatch (that of its row,
 # the same on all hosts), counts of local experts.
@@ -140,18 +140,24 @@ class HostLayoutParams(RankSized):
     """Arguments of `layout_hosts`: one block.
 
     `topk_idx` int64 [num_tokens, num_topk]; `signature`: what all ranks agree on; `refused`: 0, or why this rank cannot
-    make the call. Dynamic shared memory: `layout_shared_bytes`.
+    make the call. `known_info`: of the handle of a dispatch that is made again, or 0; `mailbox`: pinned cpu memory that
+    receives `info`, its state last, or 0; `grant`: the slot for the result, of `num_grants`. Dynamic shared memory:
+    `layout_shared_bytes`.
     """
 
-    members = (("host", HostCall), ("topk_idx", _WORD), *_fields(_INT, "signature refused max_recv_rows is_unused"))
+    members = (
+        ("host", HostCall),
+        *_fields(_WORD, "topk_idx known_info mailbox"),
+        *_fields(_INT, "signature refused max_recv_rows grant num_grants is_unused"),
+    )
 
 
 class HostDispatchParams(RankSized):
     """Arguments of `dispatch_hosts`.
 
     `x`: rows, `x_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk], with `has_weights`; `scales`: of 4
-    bytes, [num_tokens, num_scales], strides in such. `slots`: where rows go at each rank of the island: rows of
-    `row_bytes` at the start, other fields at the offsets. `max_island`: ranks of the largest island, from which
+    bytes, [num_tokens, num_scales], strides in such. `slots`: those of each rank of the island, `slot_bytes` each: rows
+    of `row_bytes` at the start, other fields at the offsets. `max_island`: ranks of the largest island, from which
     `meta_bytes` follows. A row passes in pieces of `piece_bytes`, a multiple of
     16. Dynamic shared memory: `move_shared_bytes`.
     """
@@ -160,7 +166,7 @@ class HostDispatchParams(RankSized):
         ("host", HostCall),
         *_fields(_WORD, "x topk_weights scales"),
         ("slots", PerRank(ctypes.c_uint64)),
-        *_fields(_WORD, "topk_idx_offset weights_offset scales_offset src_token_offset"),
+        *_fields(_WORD, "slot_bytes topk_idx_offset weights_offset scales_offset src_token_offset"),
         *_fields(ctypes.c_int64, "x_stride scale_row_stride scale_column_stride"),
         *_fields(
             _INT, "row_bytes piece_bytes meta_bytes max_island num_pack_warps num_pull_warps has_weights num_scales"
@@ -171,16 +177,17 @@ class HostDispatchParams(RankSized):
 class HostCombineParams(RankSized):
     """Arguments of `combine_hosts_bf16`.
 
-    `slots`: the rows of each rank of the island, up to `max_rows`; `out`: [num_tokens, hidden], like `bias_0` and,
-    where there is that one, `bias_1` (0: none). Islands of one rank need stages, in pieces of `piece_bytes`, for their
-    packing warps.
+    `slots`: `num_slots` of each rank of the island, `slot_bytes` each, with up to `max_rows` rows; this rank's are in
+    `slot`. `out`: [num_tokens, hidden], like `bias_0` and, where there is that one, `bias_1` (0: none). `refused`: 0,
+    or why this rank cannot make the call: this breaks the streams. Islands of one rank need stages, in pieces of
+    `piece_bytes`, for their packing warps.
     """
 
     members = (
         ("host", HostCall),
         ("slots", PerRank(ctypes.c_uint64)),
-        *_fields(_WORD, "out bias_0 bias_1"),
-        *_fields(_INT, "row_bytes piece_bytes max_rows num_pack_warps num_sum_warps is_unused"),
+        *_fields(_WORD, "slot_bytes out bias_0 bias_1"),
+        *_fields(_INT, "row_bytes piece_bytes max_rows num_pack_warps num_sum_warps slot num_slots refused"),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from ..jit.driver import check, driver
 from ..jit.kernel import load_kernels
 from ..memory.cuda import CudaRegion, lends_descriptors
+from ..memory.shared import HEADER_BYTES, SharedRegion
 from ..torch_private import CudaEvent, current_raw_stream, is_capturing
 from .event import stream_of
 from .shapes import Limits
@@ -83,6 +84,12 @@ class Platform(Protocol):
 
     def mapped_words(self, count: int) -> MappedWords:
         """Allocate 64-bit words that the device can write and the cpu can poll, all zero."""
+
+    def reach(self, region: SharedRegion) -> int:
+        """Return the address at which the device uses CPU memory that processes share, until `leave`."""
+
+    def leave(self, region: SharedRegion) -> None:
+        """End that, before the region is closed; no kernel may use it."""
 
     def stream(self) -> int:
         """Return the current stream's raw handle."""
@@ -168,6 +175,24 @@ class CudaPlatform:
     def mapped_words(self, count: int) -> MappedWords:
         """Allocate pinned 64-bit words, all zero."""
         return _PinnedWords(count)
+
+    def reach(self, region: SharedRegion) -> int:
+        """Map CPU memory that processes share into the GPU's addresses.
+
+        Raises:
+            ResourceError: the driver cannot lock it in memory.
+        """
+        cu, start = driver(), region.address - HEADER_BYTES
+        with torch.cuda.device(self.device):
+            both = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP
+            what = f"lock {region.mapped_bytes} bytes of CPU memory for the GPU"
+            check(cu.cuMemHostRegister(start, region.mapped_bytes, both), what)
+            return int(check(cu.cuMemHostGetDevicePointer(start, 0), what)) + HEADER_BYTES
+
+    def leave(self, region: SharedRegion) -> None:
+        """Undo `reach`."""
+        with torch.cuda.device(self.device):
+            check(driver().cuMemHostUnregister(region.address - HEADER_BYTES), "unlock CPU memory")
 
     def mark(self, stream: int) -> Any:
         """Return an event at the present end of a stream: the base class of `torch.cuda.Event`, which costs less."""

@@ -60,6 +60,7 @@ class NoRoomError(MismatchError):
 
 
 NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `REPORT_WORDS`th word, when all are read
+Describe = Callable[["KernelReport", int], "EpeeError | None"]  # None: the report is one of those below
 ReasonOf = Callable[[int, int], str]  # (rank, call) -> the reason why that rank refused it, "" if unknown
 
 
@@ -86,19 +87,24 @@ def take_oldest(words: memoryview) -> KernelReport | None:
     return report
 
 
-def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None) -> EpeeError | None:
+def take_report(
+    words: memoryview, rank: int, reason_of: ReasonOf | None = None, describe: Describe | None = None
+) -> EpeeError | None:
     """Return the oldest unread report as an exception and mark it as read; None when there is none.
 
     Args:
         words: pinned memory.
         rank: this rank.
         reason_of: returns the reasons that peers have sent for calls that they refused.
+        describe: returns the errors of reports that only some kernels make, as of `rank`.
     """
     report = take_oldest(words)
     if report is None:
         return None
+    if describe is not None and (error := describe(report, rank)) is not None:
+        return error
     code, tag, op, peer, expected, got, where = report
-    name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], _signed(peer)
+    name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], signed(peer)
     if code == REFUSED and got in (OTHER_CALL, OTHER_BARRIER):
         other = "barrier" if got == OTHER_BARRIER else _OTHER.get(name) or OP_NAMES.get(expected, "another call")
         calls = sorted([(rank, name), (src, other)])
@@ -156,7 +162,7 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
             f"rank {ranks[1][0]} has {second}; all ranks must make the same calls in the same order"
         )
     head = context(name, seq=seq) if code == OVERFLOW else context(name, rank=rank, peer=src, seq=seq)
-    return _describe(code, head, src, (expected, _signed(got), where))
+    return described(code, head, src, (expected, signed(got), where))
 
 
 def is_echo(error: EpeeError) -> bool:
@@ -175,11 +181,13 @@ def blame(error: EpeeError, dead: Sequence[int], rank: int) -> RankFailedError:
     )
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """Return a word as the signed number that a kernel has stored."""
     return word - (1 << 64) if word >> 63 else word
 
 
-def _describe(code: int, head: str, peer: int, checked: tuple[int, int, int]) -> EpeeError:
+def described(code: int, head: str, peer: int, checked: tuple[int, int, int]) -> EpeeError:
+    """Return the error of a report whose text begins with `head`; the last are its `expected`, `got` and `where`."""
     expected, got, where = checked
     if code == TIMEOUT:
         waited = _WAITS.get(where, f"wait {where}")

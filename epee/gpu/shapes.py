@@ -23,7 +23,7 @@ from .params import (
     STAGED_ROWS,
 )
 from .payload import DoesNotFit
-from .ranks import MAX_LOCAL
+from .ranks import MAX_LOCAL, MAX_RANKS
 
 MAX_TOPK = 32
 MAX_HIDDEN = 16384
@@ -36,10 +36,12 @@ PAYLOADS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _ALIGN = 256
 
 
-def check_sizes(num_ranks: int, num_experts: int, hidden: int) -> None:
-    """Raise `InvalidArgument` for sizes that no kernel of a buffer supports."""
-    if not 1 <= num_ranks <= MAX_LOCAL:
-        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_LOCAL} ranks on one host, got {num_ranks}")
+def check_sizes(num_ranks: int, num_experts: int, hidden: int, num_local: int = 0) -> None:
+    """Raise `InvalidArgument` for sizes that no kernel of a buffer supports; `num_local`: of an island, 0 for all."""
+    if not 1 <= (num_local or num_ranks) <= MAX_LOCAL:
+        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_LOCAL} ranks on one host, got {num_local or num_ranks}")
+    if num_ranks > MAX_RANKS:
+        raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks, got {num_ranks}")
     if not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
         raise InvalidArgument(
             f"num_experts must be a multiple of {num_ranks} ranks up to {MAX_EXPERTS}, got {num_experts}"
@@ -59,6 +61,7 @@ class ThroughputConfig:
         room_slot_bytes: of a slot, if it is a container for calls of several shapes; 0: the need of this shape.
         room_expert_slot_bytes: of a slot for expert-layout rows that is lent at construction; 0: at the first combine
             that needs one, with the size that it needs.
+        islands: the ranks whose GPUs map each other, of each such set, ascending; empty where that is all of them.
     """
 
     rank: int
@@ -73,10 +76,11 @@ class ThroughputConfig:
     num_slots: int = 2
     room_slot_bytes: int = 0
     room_expert_slot_bytes: int = 0
+    islands: tuple[tuple[int, ...], ...] = ()
 
     def check(self) -> None:
         """Raise `InvalidArgument` for sizes that the kernels do not support."""
-        check_sizes(self.num_ranks, self.num_experts, self.hidden)
+        check_sizes(self.num_ranks, self.num_experts, self.hidden, len(self.island))
         if not 1 <= self.num_topk <= MAX_TOPK:
             raise InvalidArgument(f"num_topk must be 1 ... {MAX_TOPK}, got {self.num_topk}")
         if self.dtype not in PAYLOADS:
@@ -93,6 +97,16 @@ class ThroughputConfig:
                 f"{self.needed_slot_bytes} bytes in each slot of the buffer, which has {self.slot_bytes}; make a "
                 "buffer with more memory, or lower max_recv_rows or max_tokens_per_rank"
             )
+
+    @cached_property
+    def island(self) -> tuple[int, ...]:
+        """The ranks whose GPUs map each other, with this one."""
+        return next((ranks for ranks in self.islands if self.rank in ranks), tuple(range(self.num_ranks)))
+
+    @cached_property
+    def position(self) -> int:
+        """This rank's in its island."""
+        return self.island.index(self.rank)
 
     @property
     def num_local_experts(self) -> int:

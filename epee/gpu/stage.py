@@ -67,5 +67,8 @@ def call_words(args: Any, fields: str) -> Callable[..., None]:
 
 
 def first_part(args: Any) -> Any:
-    """Return the arguments that begin with the `Call`: of a kernel that replaces two, those of the first."""
-    return args if hasattr(args, "call") else args.layout
+    """Return the arguments that begin with the `Call`: of a kernel that replaces two, those of the first; of a kernel
+    between hosts, those that all of these have."""
+    if hasattr(args, "call"):
+        return args
+    return args.layout if hasattr(args, "layout") else args.host

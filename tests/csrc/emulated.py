@@ -220,6 +220,12 @@ class EmulatedPlatform:
     def mapped_words(self, count: int) -> EmulatedWords:
         return EmulatedWords(count)
 
+    def reach(self, region: SharedRegion) -> int:
+        return region.address
+
+    def leave(self, region: SharedRegion) -> None:
+        return None
+
     def stream(self) -> int:
         return 0
 

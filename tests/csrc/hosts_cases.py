@@ -214,6 +214,8 @@ class CopyWire:
 class HostsRank:
     """The memory and kernels of one rank; kernels of a GPU are loaded by a subclass."""
 
+    NUM_RESULTS = 3  # slots
+
     def __init__(self, case: HostsCase, rank: int, device: str = "cpu") -> None:
         self.case, self.rank, self.device = case, rank, torch.device(device)
         self.view = island_topology(rank, case.islands)
@@ -238,7 +240,10 @@ class HostsRank:
         self.offsets = [2 * case.hidden * rows]
         for width in (8 * case.num_topk, 4 * case.num_topk, 4 * case.num_scales):
             self.offsets.append(self.offsets[-1] + width * rows // 16 * 16 + 16)
-        self.slot = torch.empty(self.offsets[-1] + 8 * rows, dtype=torch.uint8, device=device)
+        self.slot_bytes = -(-(self.offsets[-1] + 8 * rows) // 256) * 256
+        self.slots = torch.empty(self.NUM_RESULTS, self.slot_bytes, dtype=torch.uint8, device=device)
+        self.now = rank  # the slot in use: each rank has another one, and another one in each call
+        self.mailbox = self._host_words(8 + case.num_local_experts)
         self.out = torch.empty(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device)
         self.keep: dict[str, torch.Tensor] = {}
         self.experts = case.experts.to(device)
@@ -299,11 +304,15 @@ class HostsRank:
         for position, peer in enumerate(here):
             call.control[position], host.state[position] = peer.control.data_ptr(), peer.state.data_ptr()
             if hasattr(args, "slots"):
-                args.slots[position] = peer.slot.data_ptr()
+                args.slots[position] = peer.slots.data_ptr()
         for name, value in (
             ("max_recv_rows", self.max_rows),
             ("max_rows", self.max_rows),
+            ("num_grants", self.NUM_RESULTS),
+            ("num_slots", self.NUM_RESULTS),
+            ("slot_bytes", self.slot_bytes),
             ("signature", 77),
+            ("mailbox", self.mailbox.data_ptr()),
             ("row_bytes", case.row_bytes if hasattr(args, "num_scales") else 2 * case.hidden),
             ("num_scales", case.num_scales),
             ("piece_bytes", case.piece_bytes),
@@ -324,8 +333,19 @@ class HostsRank:
         function, args = self.kernels[name]
         function(grid, threads, ctypes.c_size_t(shared_bytes), ctypes.byref(args))
 
+    @property
+    def slot(self) -> torch.Tensor:
+        """The bytes of the slot in use."""
+        return self.slots[self.now % self.NUM_RESULTS]
+
+    def _take_slot(self) -> None:
+        self.now += 1
+        self.kernels["layout_hosts"][1].grant = self.now % self.NUM_RESULTS
+        self.kernels["combine_hosts_bf16"][1].slot = self.now % self.NUM_RESULTS
+
     def dispatch(self, given: Routed) -> None:
         """Run both kernels."""
+        self._take_slot()
         self.slot.fill_(0xEE)
         self.lay_out(given)
         self.move(given)
@@ -355,6 +375,7 @@ class HostsRank:
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         """Return the sums of a combine."""
+        self._take_slot()
         self.slot[: y.nbytes].copy_(y.contiguous().view(torch.uint8).reshape(-1))
         args, biases = self.kernels["combine_hosts_bf16"][1], self.case.biases()[self.rank]
         args.bias_0, args.bias_1 = (*(bias.data_ptr() for bias in biases), 0, 0)[:2]
@@ -378,7 +399,12 @@ class HostsRank:
         assert info[5 : 5 + case.num_local_experts].tolist() == want.num_tokens_per_expert
         values, scales = want.x if isinstance(want.x, tuple) else (want.x, None)
         assert torch.equal(self.slot[: values.nbytes], values.contiguous().view(torch.uint8).reshape(-1))
-        ends = [*self.offsets, len(self.slot)]
+        mailbox = self.mailbox.view(torch.int32)
+        assert mailbox[0] == 1
+        assert mailbox[2] == info[2]
+        assert torch.equal(mailbox[5 : 5 + case.num_local_experts], info[5 : 5 + case.num_local_experts].cpu())
+        self.mailbox.zero_()
+        ends = [*self.offsets, self.offsets[-1] + 8 * rows]
         fields = [self.slot[begin:end] for begin, end in pairwise(ends)]
         assert torch.equal(fields[0].view(torch.int64)[: rows * case.num_topk].view(rows, -1)[:count], want.topk_idx)
         if want.topk_weights is not None:

@@ -28,7 +28,7 @@ from .plan import CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, STOP, Fault, Plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .group_id import Engine
+    from .lane import Engine
     from .world import Process, World
 
 AGAIN_S = 0.1  # a connection that was cut is made again

@@ -23,7 +23,7 @@ from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import HostLost
 from epee.view.protocol.messages import LEFT, Decision
 
-from .group_id import Engine
+from .lane import Engine
 from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, SILENT_S, STOP, Fault, Plan
 from .words import LANE, Mirror, Outbox
 

@@ -32,9 +32,9 @@ from epee.view.protocol.messages import (
     Promise,
 )
 from epee.view.protocol.outcome import CallState, Course, EpochChange, Whole
-from epee.view.protocol.proposer import Campaign, Checked, obituary_of
+from epee.view.protocol.proposer import Campaign, Findings, obituary_of
 
-from .group_id import Call, Engine
+from .lane import Call, Engine
 from .history import TIMEOUT
 from .plan import Plan
 from .words import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Mirror, Outbox, Shared
@@ -47,13 +47,13 @@ Acks = set[int] | dict[int, tuple[GroupState, ...]]
 
 
 class _DeathsWithoutBoards(Campaign):
-    def _quorum(self, acks: Acks, findings: Checked) -> bool:
+    def _quorum(self, acks: Acks, findings: Findings) -> bool:
         return has_quorum(self.slots, findings.gone, acks)
 
-    def lost_to(self, findings: Checked) -> None:
+    def lost_to(self, findings: Findings) -> None:
         return None
 
-    def choose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def choose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         return self._compose(findings, answer_s, wait_limit_s) if self._quorum(self.promises, findings) else None
 
 
@@ -67,7 +67,7 @@ class DeathsWithoutBoards(Agent):
 
 
 class _NoQuorum(Campaign):
-    def _quorum(self, acks: Acks, findings: Checked) -> bool:
+    def _quorum(self, acks: Acks, findings: Findings) -> bool:
         return 3 * len(acks) >= len(self.slots)
 
 
@@ -78,7 +78,7 @@ class CommitWithoutQuorum(Agent):
 
 
 class _AnyHalf(Campaign):
-    def _quorum(self, acks: Acks, findings: Checked) -> bool:
+    def _quorum(self, acks: Acks, findings: Findings) -> bool:
         voters = self.slots - findings.boards.keys()
         return 2 * sum(slot in acks for slot in voters) >= len(voters)
 
@@ -90,7 +90,7 @@ class AnyHalf(Agent):
 
 
 class _ForgetsAccepted(Campaign):
-    def choose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def choose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         return self._compose(findings, answer_s, wait_limit_s) if self._quorum(self.promises, findings) else None
 
 
@@ -144,7 +144,7 @@ class JoinerCompleted(Agent):
 
 
 class _ForgetsParts(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
@@ -158,13 +158,13 @@ class ForgetsParts(Agent):
 
 
 class _AsksNobody(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         anybody = tuple(want._replace(members=()) if want.out else want for want in findings.wants)
         return super()._compose(findings._replace(wants=anybody), answer_s, wait_limit_s)
 
 
 class _LeavesTooFew(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         fewest = tuple(want._replace(least=min(want.least, 1)) for want in findings.wants)
         return super()._compose(findings._replace(wants=fewest), answer_s, wait_limit_s)
 
@@ -182,7 +182,7 @@ class AsksNobody(Agent):
 
 
 class _AmongWhoeverPromised(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
@@ -247,7 +247,7 @@ class LastWordTooEarly(Agent):
 
 
 class _NobodyHeard(Campaign):
-    def _has_cuts(self, findings: Checked) -> bool:
+    def _has_cuts(self, findings: Findings) -> bool:
         return False
 
 
@@ -258,7 +258,7 @@ class NobodyHeard(Agent):
 
 
 class _PutsOutTheSlow(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         return super()._compose(findings._replace(mute=self.slots), answer_s, wait_limit_s)
 
 
@@ -269,7 +269,7 @@ class PutsOutTheSlow(Agent):
 
 
 class _OwnCut(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None:
             return None
@@ -285,7 +285,7 @@ class OwnCut(Agent):
 
 
 class _AnyHolder(Campaign):
-    def _compose(self, findings: Checked, answer_s: float, wait_limit_s: float) -> Decision | None:
+    def _compose(self, findings: Findings, answer_s: float, wait_limit_s: float) -> Decision | None:
         decision = super()._compose(findings, answer_s, wait_limit_s)
         if decision is None or not decision.members:
             return decision

@@ -17,7 +17,7 @@ from epee.memory.signals import SEQ_BITS
 from .plan import is_gated
 
 if TYPE_CHECKING:
-    from .group_id import Engine
+    from .lane import Engine
 
 LANE = 7
 NUM_CELLS = 3

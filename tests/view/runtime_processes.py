@@ -129,7 +129,7 @@ class Process:
         deadline = time.monotonic() + 5.0
         while self.engine.is_frozen and time.monotonic() < deadline:
             time.sleep(0.001)
-        return self.engine.is_frozen, self.group_id.num_freezes, self.group_id.troubles
+        return self.engine.is_frozen, self.engine.num_freezes, self.engine.troubles
 
     def accuse_until(self, slot: int, epoch: int, timeout_s: float) -> Decision | None:
         """Go on accusing `slot`, as an engine that waits for it does, until there is a view after `epoch`."""

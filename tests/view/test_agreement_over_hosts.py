@@ -40,7 +40,7 @@ from epee.view.protocol.messages import (
     Report,
 )
 from epee.view.protocol.outcome import holder_of
-from epee.view.protocol.proposer import Campaign, Checked
+from epee.view.protocol.proposer import Campaign, Findings
 
 LANE = 7
 WAIT = AgentSettings(policy="wait")
@@ -76,7 +76,7 @@ def campaign(hosts: str, promised: tuple[int, ...]) -> Campaign:
     return made
 
 
-CALM = Checked({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
+CALM = Findings({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
 
 
 def test_who_has_read_the_board_of_a_dead_one_tells_other_hosts_and_no_others() -> None:

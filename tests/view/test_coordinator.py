@@ -13,11 +13,11 @@ from epee.view.protocol.messages import (
     Removal,
     Want,
 )
-from epee.view.protocol.proposer import MAX_PENDING, Campaign, Checked, Joins
+from epee.view.protocol.proposer import MAX_PENDING, Campaign, Findings, Joins
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)
-CALM = Checked({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
+CALM = Findings({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
 BLANK = BoardState(first(4), NO_BALLOT, NO_BALLOT, None)
 
 

@@ -343,7 +343,7 @@ def test_a_report_from_outside_says_what_every_rank_does(tmp_path: Path) -> None
         assert [rank.health for rank in report.ranks] == ["running", "stopped", "running"]
         assert [rank.pid for rank in report.ranks] == [rank.pid for rank in ranks]
         text = str(report)
-        assert "group_id 99: all_reduce seq 17 epoch 1, waits for 1 since" in text
+        assert "group 99: all_reduce seq 17 epoch 1, waits for 1 since" in text
         assert f"rank 1 (process {ranks[1].pid}, epoch 1): stopped" in text
         assert str(look_at_job(ranks[1].pid)).count("running") == 2, "a stopped rank can be asked for, too"
         ranks[1].kill()

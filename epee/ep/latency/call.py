@@ -21,7 +21,7 @@ from ...memory.signals import tag
 from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
 from ..members.header import REASON_BYTES
 from .types import LatencyOptions
-from .wire import LATENCY_COMBINE, OP_NAMES, Timeouts, SectionHeader, Wire
+from .wire import LATENCY_COMBINE, OP_NAMES, SectionHeader, Timeouts, Wire
 
 _POLL_S = 0.0005
 

@@ -119,7 +119,7 @@ class LatencyCudaPath(GpuPath, Memory):
     core: LatencyCore
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self.exchange, _, self._watch, self._closing = making
+        self.config, self.rank, self.exchange, _, self._watch, self._closing, *_ = making
         super().__init__(platform)
         self._timeout_ns = int(timeout * 1e9)
         self._members: GpuMembers = self.exchange.membership

@@ -51,7 +51,7 @@ from ..job import job_handle_of, process_of
 from ..latency.hosts.region import latency_layout
 from ..making import ended_of, job_found, reported
 from ..throughput.hosts.layout import staging_bytes
-from .bootstrap import compare
+from .bootstrap import compare, store_of
 from .member_sync import extra_bytes
 from .notices import BufferNotice, require_slot, tell
 
@@ -199,6 +199,8 @@ def announcement(
 
 def mode_of(config: BufferConfig) -> str:
     """Return the mode of a buffer's engine."""
+    if config.is_cuda and config.num_hosts > 1:
+        return "raise/error"  # its calls need all ranks, and it has no `sync`
     return "mask/error" if config.is_synced else f"{config.fault_mode}/{config.on_stall}"
 
 
@@ -214,10 +216,10 @@ def _nothing() -> None:
 
 def _store_of(group: dist.ProcessGroup) -> Any:
     """Return the store through which a group was made."""
-    found = dist.distributed_c10d._world.pg_map.get(group)
+    found = store_of(group)
     if found is None:
         raise UnsupportedError(
             "a buffer over several hosts needs the store of its group, which torch knows of groups made by "
             "init_process_group and new_group; give one of these"
         )
-    return found[1]
+    return found

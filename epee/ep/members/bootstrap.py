@@ -28,6 +28,7 @@ from ...errors import (
     UnsupportedError,
     expected,
 )
+from ...link.address import own_address
 from ...link.topology import Topology, one_host, placement
 from ...memory.shared import BLOB_BYTES
 from ...view.process.machine import KEY_DIGITS, own_host_key
@@ -87,6 +88,17 @@ def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedEr
         "make it in a group of the ranks of one host (dist.new_group). Containers of one machine are hosts unless they "
         "share a PID namespace (--pid=host)"
     )
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store through which a group was made; None if torch does not know it."""
+    found = dist.distributed_c10d._world.pg_map.get(group)
+    return None if found is None else found[1]
+
+
+def link_address(group: dist.ProcessGroup) -> str:
+    """Return the address at which ranks of other hosts reach this one; raises as `own_address`."""
+    return own_address(store_of(group))
 
 
 def size_of(group: dist.ProcessGroup) -> int:

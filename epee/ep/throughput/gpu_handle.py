@@ -276,10 +276,19 @@ class HandleMaker:
 
     Args:
         config, rank, buffer_id, exchange: of the buffer.
+        kind: of the handles.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, buffer_id: int, exchange: RowExchange) -> None:
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        buffer_id: int,
+        exchange: RowExchange,
+        kind: type[CudaHandle] = CudaHandle,
+    ) -> None:
         self._config, self._rank, self._id, self._exchange = config, rank, buffer_id, exchange
+        self._kind = kind
 
     def made(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
         """Return the handle of a dispatch; `known` is the handle that it was made with, if there is one."""
@@ -317,7 +326,7 @@ class HandleMaker:
     def _new(self, core: ThroughputHandle, num_rows: int) -> CudaHandle:
         """Return the handle of the current dispatch, without its sources."""
         config = self._config
-        return CudaHandle(
+        return self._kind(
             self._id,
             core.call_idx,
             self._exchange.epoch,

@@ -43,10 +43,10 @@ from ..plans import ALIGNMENT, KnownPlans
 from ..streams import CURRENT, CallStream, RunOptions
 from .gpu.combine import combine, combine_input, refuse
 from .gpu.dispatch import DispatchPlan, plan_of
-from .gpu.epochs import Epochs
+from .gpu.epochs import AnyEpochs, Epochs
 from .gpu.machine import Machine
 from .gpu.place import ExpertPlace
-from .gpu.shape import Shape
+from .gpu.shape import PlanKinds, Shape
 from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from .gpu_handle import CudaCombined, CudaDispatched, CudaHandle, HandleMaker
 from .order import RANKS_THEN_BIAS
@@ -56,8 +56,8 @@ CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight run before it abo
 _LEAST_TIMEOUT_S = 1e-3
 
 
-def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
-    """Return the sizes for which the throughput kernels are made."""
+def throughput_config(config: BufferConfig, rank: int, islands: Sequence[tuple[int, ...]] = ()) -> ThroughputConfig:
+    """Return the sizes for which the throughput kernels are made; `islands` as of `Making`."""
     return ThroughputConfig(
         rank=rank,
         num_ranks=config.num_ranks,
@@ -72,6 +72,7 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
         num_slots=config.num_slots,
         room_slot_bytes=slots_of(config.room_bytes, config.num_slots + 1),
         room_expert_slot_bytes=slots_of(config.room_expert_bytes, ExpertPlace.num_slots),
+        islands=tuple(islands),
     )
 
 
@@ -91,27 +92,38 @@ class CudaPath(GpuPath):
     """
 
     barrier_op = OP_DISPATCH
+    _plan_kinds: PlanKinds | None = None
+    _handle_kind = CudaHandle
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self.exchange, buffer_id, self._watch, self._closing = making
-        self._handles = HandleMaker(self.config, self.rank, buffer_id, self.exchange)
+        self.config, self.rank, self.exchange, buffer_id, self._watch, self._closing, islands, _ = making
+        self._handles = HandleMaker(self.config, self.rank, buffer_id, self.exchange, self._handle_kind)
         super().__init__(platform)
         self._members: GpuMembers = self.exchange.membership
+        self._making = making
         self._timeout = timeout
         deadline = time.monotonic() + timeout
-        config = throughput_config(self.config, self.rank)
+        config = throughput_config(self.config, self.rank, islands)
         self.core = self.machine = machine = self._make_machine(config, deadline)
-        self.shape = Shape(machine, config)
-        self._epochs = Epochs(making, self._members, machine)
+        self.shape = Shape(machine, config, self._plan_kinds)
+        self._epochs = self._make_epochs()
         self._notifier = self._epochs.notifier
         machine.interrupt = self._epochs.interrupt
-        machine.reason_of = self._members.reason_of
         try:
             self._epochs.begin(deadline)
         except BaseException:
-            self._members.leave()  # before its memory is freed: a rank that can no longer map it sees the reason
+            self._leave()  # before its memory is freed: a rank that can no longer map it sees the reason
             self.close()
             raise
+
+    def _make_epochs(self) -> AnyEpochs:
+        """Return the epochs of the buffer."""
+        self.machine.reason_of = self._members.reason_of
+        return Epochs(self._making, self._members, self.machine)
+
+    def _leave(self) -> None:
+        """Report that this rank lends nothing."""
+        self._members.leave()
 
     def _make_machine(self, config: ThroughputConfig, deadline: float) -> Machine:
         if not self._members.is_in:  # receives the others' memory of expert-layout rows with its first combine
@@ -150,7 +162,7 @@ class CudaPath(GpuPath):
         shape = self.shape.beside(throughput_config(config, self.rank))
         other = copy.copy(self)
         other.config, other.shape = config, shape
-        other._handles = HandleMaker(config, self.rank, buffer_id, self.exchange)
+        other._handles = HandleMaker(config, self.rank, buffer_id, self.exchange, self._handle_kind)
         return other
 
     @property
@@ -187,7 +199,7 @@ class CudaPath(GpuPath):
                 "a dispatch that waits for its counts cannot be recorded in a CUDA graph; pass sync=False"
             )
         is_exact = run.sync if known is None else known.core.num_recv is not None
-        timeout_s = _seconds_to(deadline)
+        timeout_s = seconds_to(deadline)
         options = DispatchOptions(call.layout, call.expert_alignment, is_exact, run.num_sms, timeout_s, call.capacity)
         route = call.topk_idx if call.mask is None else call.mask
         payload = call.payload
@@ -226,7 +238,7 @@ class CudaPath(GpuPath):
         if len(bias) > 1 and bias[0].dtype != bias[1].dtype:
             bias = tuple(item.float() for item in bias)  # exact; the dtype of the sum
         order = None if call.order is RANKS_THEN_BIAS else call.order
-        options = CombineOptions(run.num_sms, _seconds_to(deadline), order)
+        options = CombineOptions(run.num_sms, seconds_to(deadline), order)
         is_capturing = self._platform.is_capturing()
         self._epochs.face_death("combine", is_capturing)
         try:
@@ -269,7 +281,7 @@ class CudaPath(GpuPath):
         self._epochs.face_death("barrier", is_capturing)
         try:
             self.machine.begin()
-            self.machine.barrier(_seconds_to(deadline))
+            self.machine.barrier(seconds_to(deadline))
         except expected(EpeeError) as error:
             self._epochs.blame_death("barrier", error, is_capturing)
             raise
@@ -301,10 +313,10 @@ class CudaPath(GpuPath):
         elif self._platform.is_capturing():
             return
         elif isinstance(error, NoRoomError):
-            refuse(self.shape, REFUSED_NO_ROOM, _seconds_to(deadline))
+            refuse(self.shape, REFUSED_NO_ROOM, seconds_to(deadline))
         else:
             reason, members = reason_bytes(error), self._members
-            code, timeout_s = REFUSED_INVALID_ARGUMENT, _seconds_to(deadline)
+            code, timeout_s = REFUSED_INVALID_ARGUMENT, seconds_to(deadline)
             refuse(self.shape, code, timeout_s, lambda call: members.post_reason(call, reason))
 
     def check(self) -> None:
@@ -466,5 +478,6 @@ def _own(handle: Handle) -> CudaHandle:
     return handle
 
 
-def _seconds_to(deadline: float) -> float:
+def seconds_to(deadline: float) -> float:
+    """Return the timeout for kernels of a call that ends at `deadline`."""
     return max(_LEAST_TIMEOUT_S, deadline - time.monotonic())

@@ -99,6 +99,11 @@ class ChunkSender:
         return run
 
     @property
+    def has_posted(self) -> bool:
+        """Whether a kernel has posted a chunk that was not given to the engine."""
+        return self._posted[self.next % self._num_slots] >> SIZE_BITS == self.next + 1
+
+    @property
     def room(self) -> int:
         """Number of chunks for which the peer has granted slots; may be 0 while chunks are posted."""
         return (self.taken + self._num_slots - self.next) // self._step

@@ -87,6 +87,11 @@ class ProxyPeer:
             has_moved |= bool(num_read) or run is not None or taken is not None
         return has_moved
 
+    @property
+    def has_posted(self) -> bool:
+        """Whether kernels of this rank have posted what was not given to the transport."""
+        return any(sender.has_posted for sender, _ in self._streams.values())
+
     def receiver(self, kind: int) -> ChunkReceiver:
         """Return the receiving end of a stream.
 

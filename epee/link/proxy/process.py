@@ -202,7 +202,7 @@ class ProxyProcess:
         if self._agent is not None:
             self._agent.leave(self)
             self._agent = None
-        self._words[self._first_word + SERVING] = self._words[self._first_word + LOST] = 0
+        self._words[self._first_word + SERVING] = 0
 
     def _watch_process(self, position: int, process: tuple[int, int]) -> None:
         fd = self._rank_fd if position == self._setup.own else open_process(*process)
@@ -258,6 +258,7 @@ class ProxyProcess:
 
     def _meet(self, message: dict[str, Any]) -> dict[str, Any]:
         self._drop_partners()
+        self._words[self._first_word + LOST] = 0  # not at the end: neighbours may still ask why it has come
         listener, self._listener = self._listener, None
         if listener is None:
             raise ProtocolError("a proxy is to meet its partners before it has offered an endpoint")
@@ -344,10 +345,13 @@ class ProxyProcess:
             raise RankEnded
 
     def _end(self) -> dict[str, Any]:
-        """End all connections in order: partners learn that nothing more comes, and close theirs."""
+        """End all connections in order: partners learn that nothing more comes, and close theirs.
+
+        First of all what kernels have posted is sent: a call may have ended here whose chunks the partners wait for.
+        """
         self._is_ending = True
         living = [partner for partner in self._partners if not partner.is_closed]
-        self._pump_until(living, lambda partner: partner.transport.is_flushed, FLUSH_S)
+        self._pump_until(living, _has_sent_all, FLUSH_S, is_sending=True)
         for partner in living:
             partner.link.say(END, self._setup.rank, 0)
         self._pump_until(living, lambda partner: partner.link.is_flushed, FLUSH_S)
@@ -358,9 +362,13 @@ class ProxyProcess:
         return {"ended": True}
 
     def _pump_until(
-        self, partners: list[ServedPartner], is_done: Callable[[ServedPartner], bool], limit_s: float
+        self,
+        partners: list[ServedPartner],
+        is_done: Callable[[ServedPartner], bool],
+        limit_s: float,
+        is_sending: bool = False,
     ) -> None:
-        """Move what is under way, and send nothing new, until all partners are done or lost."""
+        """Move what is under way, and new chunks if `is_sending`, until all partners are done or lost."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             self._check()
@@ -370,7 +378,9 @@ class ProxyProcess:
             has_moved, is_waiting = False, False
             for partner in partners:
                 has_moved |= partner.link.pump()
-                for kind in KINDS:
+                if is_sending:
+                    has_moved |= partner.machine.turn(partner.transport)
+                for kind in KINDS if not is_sending else ():
                     has_moved |= partner.transport.num_read(kind) > 0
                 is_over = partner.link.lost is not None or partner.transport.is_refused or is_done(partner)
                 is_waiting |= not is_over
@@ -378,6 +388,11 @@ class ProxyProcess:
                 return
             if not has_moved:
                 time.sleep(0.001)
+
+
+def _has_sent_all(partner: ServedPartner) -> bool:
+    """Return whether all that kernels have posted for a partner has left."""
+    return not partner.machine.has_posted and partner.transport.is_flushed
 
 
 def _mapped(memory: tuple[int, int, int], nbytes: int) -> memoryview:

@@ -19,6 +19,7 @@ from epee.errors import CommTimeoutError, InvalidArgument, ProtocolError, Resour
 from epee.link.proxy import rank as rank_module
 from epee.link.proxy.process import ProxyProcess
 from epee.link.proxy.rank import Proxy, shape_for
+from epee.link.proxy.setup import send_message
 from epee.link.proxy.words import ABORT, ASLEEP, BY_RANK, CHUNKS, PROCESS_ENDED, PROXY_FAILED, chunk_word
 from epee.memory.claim import process_start_time
 from epee.view.transport.auth import Token
@@ -282,6 +283,30 @@ def test_an_aborted_proxy_ends_and_its_partner_sees_a_loss() -> None:
         with pytest.raises(ResourceError, match="the rank has ended its proxy"):
             made[0].check()
         until(lambda: made[1].lost == (0,))
+
+
+def test_a_loss_can_be_read_after_an_orderly_end() -> None:
+    with serving(**SMALL) as made:
+        made[0].abort()
+        until(lambda: made[1].lost == (0,))
+        made[1].close()
+        assert made[1].lost == (0,)
+
+
+@over_both
+def test_a_chunk_that_was_posted_before_an_orderly_end_still_arrives(engine: str) -> None:
+    with serving(engine=engine, **SMALL) as made:
+        posted = made[0].shape.stream_words(0, CHUNKS)[0]
+        arrived = made[1].shape.stream_words(0, CHUNKS)[2]
+        helper = made[0]._helpers[0]
+        os.kill(helper.process.pid, signal.SIGSTOP)
+        try:
+            made[0]._is_closing = True
+            made[0].words[posted] = chunk_word(0, 16)
+            send_message(helper.control, {"do": "end", "number": -1})  # read before the chunk is seen
+        finally:
+            os.kill(helper.process.pid, signal.SIGCONT)
+        until(lambda: made[1].words[arrived] == chunk_word(0, 16))
 
 
 @over_both

@@ -23,8 +23,9 @@ DEVICE i32 row_idx(const HostCombineParams& p, int source, int position, i32 pla
       reinterpret_cast<const i32*>(p.host.row_base)[source * kNumRanks + position] + static_cast<i64>(place);
   return is_row(row, p.max_rows) ? static_cast<i32>(row) : -1;
 }
-DEVICE const u8* row_at(const HostCombineParams& p, int position, i32 row) {
-  return row < 0 ? nullptr : reinterpret_cast<const u8*>(p.slots[position]) + static_cast<i64>(row) * p.row_bytes;
+/// `rows`: where those of each rank of the island lie, by position.
+DEVICE const u8* row_at(const HostCombineParams& p, const u64* rows, int position, i32 row) {
+  return row < 0 ? nullptr : reinterpret_cast<const u8*>(rows[position]) + static_cast<i64>(row) * p.row_bytes;
 }
 
 /// The row of a record at a position.
@@ -99,6 +100,7 @@ DEVICE void sum_here(const HostCombineParams& p, const u8* row, u32 ranks, int f
 struct RowCargo {
   const HostCombineParams& p;
   const Progress& progress;
+  const u64* rows;
 
   DEVICE int num_pieces() const { return (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes; }
   DEVICE u32 num_bytes(int piece) const {
@@ -109,7 +111,7 @@ struct RowCargo {
     return row < 0 ? 0 : row;  // a place that no dispatch leaves behind
   }
   DEVICE void load(i32 row, int piece, u8* stage, u64* barrier) const {
-    const u8* from = reinterpret_cast<const u8*>(p.slots[0]) + static_cast<i64>(row) * p.row_bytes;
+    const u8* from = reinterpret_cast<const u8*>(rows[0]) + static_cast<i64>(row) * p.row_bytes;
     mbarrier_arrive_expect(barrier, num_bytes(piece));
     bulk_load(stage, from + piece * static_cast<i64>(p.piece_bytes), num_bytes(piece), barrier);
   }
@@ -124,13 +126,13 @@ struct RowCargo {
 };
 
 /// Sums up the records of the sources that this rank serves. One warp.
-DEVICE void sum_records(const HostCombineParams& p, u64 tag, const Progress& progress) {
+DEVICE void sum_records(const HostCombineParams& p, u64 tag, const Progress& progress, const u64* rows) {
   const HostCall& h = p.host;
   Claims claims(h, progress);
 #pragma unroll 1
   for (Record at = claims.await(h, tag, progress); at.flow >= 0; at = claims.await(h, tag, progress)) {
     perhaps_stall(tag, h.call.rank, 7);
-    const u8* row = row_at(p, lane_idx(), served_row(p, at, lane_idx()));
+    const u8* row = row_at(p, rows, lane_idx(), served_row(p, at, lane_idx()));
     const u32 ranks = __ballot_sync(~0u, row != nullptr);
     const Flow& flow = progress.out[at.flow];
     u8* to = record_at(h, progress, flow, at.index);
@@ -155,8 +157,8 @@ struct Token {
 
 /// Waits until the sums of a token have come, and finds its rows. `seen`: behind the last chunk of this thread's host
 /// that has come. The whole warp; false after a report.
-DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& progress, i64 token, u32& seen,
-                       Token& found) {
+DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& progress, const u64* rows, i64 token,
+                       u32& seen, Token& found) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   const int thread = lane_idx();
@@ -164,7 +166,7 @@ DEVICE bool find_token(const HostCombineParams& p, u64 tag, const Progress& prog
   if (thread < kNumRanks) {
     const int to = rank_at(routes, h.host, thread);
     const i32 place = reinterpret_cast<const i32*>(h.rank_places)[token * h.num_ranks + to];
-    found.row = row_at(p, thread, row_idx(p, my_rank(h), thread, place));
+    found.row = row_at(p, rows, thread, row_idx(p, my_rank(h), thread, place));
   }
   const bool is_away = thread < h.num_hosts && thread != h.host;
   const i32 record = is_away ? reinterpret_cast<const i32*>(h.host_records)[token * h.num_hosts + thread] : -1;
@@ -227,7 +229,7 @@ DEVICE void sum_token(const HostCombineParams& p, const Token& at, i64 offset) {
 }
 
 /// Adds up the tokens of this rank. One warp.
-DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& progress) {
+DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& progress, const u64* rows) {
   const HostCall& h = p.host;
   const auto take = [&] {
     u32* counter = reinterpret_cast<u32*>(state_counters(h, kStateNextUnitOffset));
@@ -240,33 +242,40 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
     upcoming = take();
     perhaps_stall(tag, h.call.rank, 8);
     Token found;
-    if (!find_token(p, tag, progress, token, seen, found)) return;
+    if (!find_token(p, tag, progress, rows, token, seen, found)) return;
     sum_token(p, found, token * static_cast<i64>(p.row_bytes));
     __syncwarp();
     if (found.part) count_in(h, progress, lane_idx(), seen - 1, 1);
   }
 }
 
-/// The word by which a rank says that its rows are there, and of which dispatch: 16 bits of its number.
-DEVICE u64 ready_word(const HostCall& h, u64 tag) {
-  return tag << 16 | (static_cast<u32>(reinterpret_cast<const i32*>(h.info)[kInfoCall]) & 0xFFFF);
+/// The word by which a rank says that its rows are there, in which slot, and of which dispatch: 16 bits of its number.
+constexpr int kReadyShift = 24;
+DEVICE u64 ready_word(const HostCall& h, u64 tag, int slot) {
+  return tag << kReadyShift | static_cast<u64>(slot) << 16 | (static_cast<u32>(reinterpret_cast<const i32*>(h.info)[kInfoCall]) & 0xFFFF);
 }
 
-/// Waits until the rows of all ranks of this island are there, all of the same dispatch. The whole warp; false after a
-/// report.
-DEVICE bool await_rows(const HostCombineParams& p, u64 tag) {
+/// Waits until the rows of all ranks of this island are there, all of the same dispatch, and finds them: all warps of
+/// the block write the same into `rows`. The whole warp; false after a report.
+DEVICE bool await_rows(const HostCombineParams& p, u64 tag, u64* rows) {
   const int position = lane_idx();
   bool is_there = true;
   if (position < kNumRanks) {
     const u64* word = state_words(p.host, kStateCombineReadyOffset) + position;
     const int rank = rank_at(routes_of(p.host), p.host.host, position);
-    const u64 want = ready_word(p.host, tag), start = global_time_ns();
+    const u64 want = ready_word(p.host, tag, 0), start = global_time_ns();
     u64 got;
-    is_there = bounded_wait<kPollsPerLook>([&] { return (got = ld_acquire_sys(word)) >> 16 == tag; },
+    is_there = bounded_wait<kPollsPerLook>([&] { return (got = ld_acquire_sys(word)) >> kReadyShift == tag; },
                                            [&] { return must_stop(p.host, tag, start, rank, want, got, 42); });
-    if (is_there && got != want) report_failure(p.host.call, tag, {kMismatch, rank, want, got, 46});
-    is_there = is_there && got == want;
+    const int slot = static_cast<int>(got >> 16 & 0xFF);
+    if (is_there && (got & 0xFFFF) != (want & 0xFFFF))
+      report_failure(p.host.call, tag, {kMismatch, rank, want & 0xFFFF, got & 0xFFFF, 46});
+    else if (is_there && slot >= p.num_slots)
+      report_failure(p.host.call, tag, {kBadRow, rank, static_cast<u64>(p.num_slots), static_cast<u64>(slot), 47});
+    is_there = is_there && (got & 0xFFFF) == (want & 0xFFFF) && slot < p.num_slots;
+    if (is_there) rows[position] = p.slots[position] + static_cast<u64>(slot) * p.slot_bytes;
   }
+  __syncwarp();
   fence_proxy_async();
   return __ballot_sync(~0u, is_there) == ~0u;
 }
@@ -277,6 +286,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   __shared__ u64 barriers[2 * kMaxWorkers];
+  __shared__ u64 rows[kMaxLocal];  // where those of each rank of the island lie
   const int num_workers = p.num_pack_warps + p.num_sum_warps, warp = warp_idx(), me = my_rank(h);
   init_barriers(barriers, 2 * p.num_pack_warps);
   wait_previous_kernel();
@@ -293,20 +303,27 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
                                                                    : records[me * h.num_hosts + i];
                                            });
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
-  const u64 refusal = is_broken ? kBrokenStreamsCode : flaw_of(view_number(h.call), info);
+  const u64 refusal = is_broken   ? kBrokenStreamsCode
+                      : p.refused ? static_cast<u64>(p.refused)
+                                  : flaw_of(view_number(h.call), info);
   const bool has_begun = refusal == 0;
-  if (!has_begun && threadIdx.x == 0 && blockIdx.x == 0) report_failure(h.call, tag, {kRefused, me, 0, refusal, 43});
+  if (!has_begun && threadIdx.x == 0 && blockIdx.x == 0) {
+    if (p.refused)  // this rank's cpu knows why
+      mark_failed(h.call, tag);
+    else
+      report_failure(h.call, tag, {kRefused, me, 0, refusal, 43});
+  }
   const i64 stage_bytes = min(p.piece_bytes, p.row_bytes);
   u8* stages = dynamic_shared() + progress_bytes(h, progress.num_out, progress.num_in) + 2 * warp * stage_bytes;
   if (warp < num_workers) {
-    const bool has_rows = has_begun && await_rows(p, tag);
+    const bool has_rows = has_begun && await_rows(p, tag, rows);
     u32 use = 0;
     if (has_rows && warp < p.num_pack_warps && kNumRanks == 1)
-      packer(h, tag, progress, RowCargo{p, progress}, stages, stage_bytes, barriers + 2 * warp, use);
+      packer(h, tag, progress, RowCargo{p, progress, rows}, stages, stage_bytes, barriers + 2 * warp, use);
     else if (has_rows && warp < p.num_pack_warps)
-      sum_records(p, tag, progress);
-    if (has_rows) sum_tokens(p, tag, progress);  // packers that have no more records as well
-    if (has_rows && warp >= p.num_pack_warps && kNumRanks != 1) sum_records(p, tag, progress);
+      sum_records(p, tag, progress, rows);
+    if (has_rows) sum_tokens(p, tag, progress, rows);  // packers that have no more records as well
+    if (has_rows && warp >= p.num_pack_warps && kNumRanks != 1) sum_records(p, tag, progress, rows);
     end_worker(progress);
   } else if (warp == num_workers) {
     const auto num_sent = [&](bool is_out, int i) {
@@ -316,7 +333,8 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
       const i32 count = is_out ? records[rank * h.num_hosts + h.host] : records[source * h.num_hosts + host];
       return is_used ? (count + h.chunk_records - 1) / h.chunk_records : 0;
     };
-    if (announcer(h, tag, progress)) end_call(h, tag, progress, refusal, kControlCombineDoneOffset, num_sent);
+    if (announcer(h, tag, progress))
+      end_call(h, tag, progress, refusal, kControlCombineDoneOffset, num_sent, p.refused != 0);
   } else {
     const int is_mine = lane_idx() == 0 && is_watching(h, tag);
     if (!__shfl_sync(~0u, is_mine, 0)) {
@@ -324,7 +342,8 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
       return;
     }
     if (has_begun && lane_idx() < kNumRanks)
-      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, ready_word(h, tag));
+      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank,
+                     ready_word(h, tag, p.slot));
     watcher(h, tag, progress);
   }
 }

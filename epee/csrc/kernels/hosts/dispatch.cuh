@@ -19,6 +19,11 @@ DEVICE int meta_ids(const HostDispatchParams& p) { return kMetaPlaces + p.max_is
 DEVICE int meta_weights(const HostDispatchParams& p) { return meta_ids(p) + p.host.num_topk; }
 DEVICE int meta_scales(const HostDispatchParams& p) { return meta_weights(p) + p.host.num_topk; }
 
+/// Where the result of the rank at `position` goes.
+DEVICE u64 result_at(const HostDispatchParams& p, int position) {
+  return p.slots[position] + static_cast<u64>(grants_of(p.host)[position]) * p.slot_bytes;
+}
+
 /// Bytes of a row in one of its pieces.
 DEVICE u32 piece_bytes(const HostDispatchParams& p, int piece) {
   return static_cast<u32>(min(p.piece_bytes, p.row_bytes - piece * p.piece_bytes));
@@ -52,14 +57,21 @@ struct TokenCargo {
   const HostDispatchParams& p;
   const Progress& progress;
   i32 base, rank;  // of thread j: this rank's first row at position j, and the rank there
+  u64 result;      // and where its rows go
   int num_local;   // experts of a rank
 
   DEVICE TokenCargo(const HostDispatchParams& params, const Progress& shared)
-      : p(params), progress(shared), base(0), rank(-1), num_local(params.host.num_experts / params.host.num_ranks) {
+      : p(params),
+        progress(shared),
+        base(0),
+        rank(-1),
+        result(0),
+        num_local(params.host.num_experts / params.host.num_ranks) {
     const HostRoutes& routes = routes_of(p.host);
     if (lane_idx() >= kNumRanks) return;
     rank = rank_at(routes, p.host.host, lane_idx());
     base = reinterpret_cast<const i32*>(p.host.row_base)[my_rank(p.host) * kNumRanks + lane_idx()];
+    result = result_at(p, lane_idx());
   }
 
   DEVICE int num_pieces() const { return (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes; }
@@ -132,7 +144,7 @@ struct TokenCargo {
                             : reinterpret_cast<const i32*>(h.rank_places)[static_cast<i64>(token) * h.num_ranks + to];
       if (place < 0) continue;
       const i64 row = __shfl_sync(~0u, base, position) + place;
-      u8* slot = reinterpret_cast<u8*>(p.slots[position]);
+      u8* slot = reinterpret_cast<u8*>(__shfl_sync(~0u, result, position));
       if (lane_idx() == 0) bulk_store(slot + row * p.row_bytes + offset, stage, num_bytes);
       if (is_last) deliver_meta(p, slot, first_expert_of(to, num_local), num_local, row, meta);
     }
@@ -319,7 +331,7 @@ DEVICE bool pull_records(const HostDispatchParams& p, u64 tag, const Progress& p
                          u64* barriers, u32& use) {
   const HostCall& h = p.host;
   const int lane_id = lane_idx(), num_pieces = (p.row_bytes + p.piece_bytes - 1) / p.piece_bytes;
-  u8* slot = reinterpret_cast<u8*>(p.slots[h.call.rank]);
+  u8* slot = reinterpret_cast<u8*>(result_at(p, h.call.rank));
   const int num_local = h.num_experts / h.num_ranks, first_expert = first_expert_of(my_rank(h), num_local);
   Puller units(p, progress, tag);
   bool must_wait = false;

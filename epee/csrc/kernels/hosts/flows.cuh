@@ -367,9 +367,10 @@ DEVICE void advance(const HostCall& h, Count count) {
 }
 
 /// Ends the call, in the last block to end. One warp. `refusal`: why this rank has not begun it, 0 if it has;
-/// `is_agreed`: that all ranks have the same reason, so nobody need be told. `count` as of `advance`.
+/// `is_alone`: that no other rank knows it, and partners must be told. `count` as of `advance`.
 template <class Count>
-DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, u64 refusal, u64 flags_offset, Count count) {
+DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, u64 refusal, u64 flags_offset, Count count,
+                     bool is_alone = false) {
   const bool has_begun = refusal == 0;
   const int lane_id = lane_idx(), rank = h.call.rank;
   if (has_begun && !has_failed(h.call, tag) && lane_id < kNumRanks && lane_id != rank) {
@@ -382,7 +383,7 @@ DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, u64 r
   // one thread's look for all: the watcher may report while they look
   const bool is_good = __shfl_sync(~0u, static_cast<int>(!has_failed(h.call, tag)), 0) != 0;
   if (is_good) advance(h, count);
-  if (!is_good) give_up(h, tag, has_begun ? kGaveUpCode : refusal, has_begun || refusal == kBrokenStreamsCode);
+  if (!is_good) give_up(h, tag, has_begun ? kGaveUpCode : refusal, has_begun || is_alone || refusal == kBrokenStreamsCode);
   if (lane_id < progress.num_out) state_counters(h, kStateCursorsOffset)[lane_id] = 0;
   for (int i = lane_id; i < progress.num_out * h.num_slots; i += 32) state_counters(h, kStateOutDoneOffset)[i] = 0;
   for (int i = lane_id; i < progress.num_in * h.num_slots; i += 32) state_counters(h, kStateInDoneOffset)[i] = 0;

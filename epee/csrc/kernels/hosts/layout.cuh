@@ -16,7 +16,7 @@
 // Where a row does not come in time, or could not be sent, the ranks are out of step: this one sets `broken`. It still
 // takes the rows that have come.
 //
-// A row: signature, refusal, tokens, 0; tokens for each rank; records for each host; (token, k) pairs for each expert.
+// A row: signature, refusal, tokens, slot and handle; tokens for each rank; records for each host; (token, k) pairs for each expert.
 // Two copies, and two words in each `row_ready`, by the parity of the row's number: a rank sends row r after it has
 // read row r - 1 of all others, each of which has sent that after it had read row r - 2. Behind a refused call nothing
 // else holds a rank back: it may send row r + 1 while a neighbour still waits for its row r.
@@ -166,7 +166,7 @@ DEVICE u64* row_ready(const HostCall& h, int position, int from, u64 row) {
 
 /// Step 3. All threads; `refusal` is 0 or says why this rank cannot make the call. False after a report: there is a
 /// host that the row was not sent to.
-DEVICE bool send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal) {
+DEVICE bool send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters& counters, i32 refusal, i32 handle) {
   const HostCall& h = p.host;
   const HostRoutes& routes = routes_of(h);
   __shared__ u32 is_free, is_full;  // a bit for each host
@@ -189,7 +189,7 @@ DEVICE bool send_row(const HostLayoutParams& p, u64 tag, u64 row, const Counters
     const i32 value = i == kRowSignature              ? static_cast<i32>(p.signature)
                       : i == kRowRefusal              ? refusal
                       : i == kRowTokens               ? h.num_tokens
-                      : column < 0                    ? 0
+                      : column < 0                    ? p.grant | handle << kHandleShift
                       : column < counters.num_columns ? counters.totals[column]
                                                       : counters.experts[column - counters.num_columns];
     row_copy(h, h.call.rank, row)[i] = value;
@@ -239,17 +239,33 @@ DEVICE void take_row(const HostCall& h, int source, u64 row) {
   st_release_sys(taken + row % kRowSlots * kNumRanks, row + 1);
 }
 
-/// Checks the head of a rank's row. False after a report.
+/// The handle of the dispatch that is made again, as rows have it; 0 for none.
+DEVICE i32 known_handle(const HostLayoutParams& p) {
+  return p.known_info ? 0x4000 | (reinterpret_cast<const i32*>(p.known_info)[kInfoCall] & 0x3FFF) : 0;
+}
+
+/// Checks the head of a rank's row, and keeps what a rank of this island grants. False after a report.
 DEVICE bool check_head(const HostLayoutParams& p, u64 tag, int rank, const i32* from) {
   const i32 signature = ld_relaxed_sys(from + kRowSignature), refusal = ld_relaxed_sys(from + kRowRefusal);
-  const i32 tokens = ld_relaxed_sys(from + kRowTokens);
+  const i32 tokens = ld_relaxed_sys(from + kRowTokens), granted = ld_relaxed_sys(from + kRowGrant);
+  const i32 slot = granted & ((1 << kHandleShift) - 1), handle = granted >> kHandleShift;
   Failure failure = {kBadCount, rank, static_cast<u64>(p.host.max_tokens), static_cast<u64>(tokens), 1};
   const bool has_tokens = tokens >= 0 && tokens <= p.host.max_tokens;
+  const bool has_slot = slot < p.num_grants;
+  if (!has_slot) failure = {kBadRow, rank, static_cast<u64>(p.num_grants), static_cast<u64>(slot), 4};
+  const HostRoutes& routes = routes_of(p.host);
+  if (has_slot && routes.host_of[rank] == p.host.host) grants_of(p.host)[routes.position[rank]] = slot;
+  if (handle != known_handle(p))
+    failure = {kMismatch, rank, static_cast<u32>(known_handle(p)), static_cast<u32>(handle), kRowGrant};
   if (signature != static_cast<i32>(p.signature))
     failure = {kMismatch, rank, static_cast<u32>(p.signature), static_cast<u32>(signature), kRowSignature};
   if (refusal) failure = {kRefused, rank, 0, static_cast<u64>(refusal), 0};
-  if (has_tokens && !refusal && signature == static_cast<i32>(p.signature)) return true;
-  report_failure(p.host.call, tag, failure);
+  if (has_tokens && has_slot && handle == known_handle(p) && !refusal && signature == static_cast<i32>(p.signature))
+    return true;
+  if (p.refused)  // this rank's cpu knows why
+    mark_failed(p.host.call, tag);
+  else
+    report_failure(p.host.call, tag, failure);
   return false;
 }
 
@@ -412,25 +428,35 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   count_tokens(p, tokens, counters);
   scan_counts(counters);
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
-  const bool is_sent = send_row(p, tag, row, counters,
-                                is_broken           ? kBrokenStreamsCode
-                                : *counters.num_bad ? kBadExpert
-                                                    : p.refused);
+  const u32 flaw = p.known_info ? flaw_of(view_number(h.call), reinterpret_cast<const i32*>(p.known_info)) : 0;
+  const i32 refusal = is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused;
+  const bool is_sent =
+      send_row(p, tag, row, counters, refusal ? refusal : static_cast<i32>(flaw), known_handle(p));
   assign_places(p, tokens, counters);
   bool all_came = false;
   const auto bad_ids = [&] {
     if (*counters.num_bad) report_bad_ids(p, tag, tokens);
   };
   const bool is_good = receive_rows(p, tag, row, bad_ids, all_came) && is_sent;
+  i32* info = reinterpret_cast<i32*>(h.info);
+  const int num_local = h.num_experts / h.num_ranks;
+  __syncthreads();
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); p.mailbox && e < num_local; e += static_cast<int>(blockDim.x))
+    st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kInfoCounts + e, info[kInfoCounts + e]);
+  __syncthreads();
   if (threadIdx.x != 0) return;
   if (!is_sent || !all_came) *state_words(h, kStateBrokenOffset) = 1;
-  i32* info = reinterpret_cast<i32*>(h.info);
+  if (is_sent && all_came) mark_exchanged(h.call, tag);
   info[kInfoState] = is_good ? kHandleGood : kHandleBad;
   info[kInfoView] = static_cast<i32>(view_number(h.call));
   info[kInfoRows] = is_good ? reinterpret_cast<const i32*>(h.row_base)[h.num_ranks * kNumRanks + h.call.rank] : 0;
   info[kInfoCall] = static_cast<i32>(row);
   if (!is_good) mark_failed(h.call, tag);
   *state_words(h, kStateNextRowOffset) = row + 1;
+  if (!p.mailbox) return;
+  st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kInfoRows, info[kInfoRows]);
+  st_release_sys(reinterpret_cast<u64*>(p.mailbox), static_cast<u64>(is_good ? kHandleGood : kHandleBad));
 }
 
 }  // namespace epee

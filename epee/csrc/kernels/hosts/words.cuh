@@ -44,6 +44,10 @@
 //
 // What a partner's words and records say is checked before use: a chunk must be as long as the counts say, counts and
 // places lie in bounds, expert ids are compared. All waits end (`common/wait.cuh`).
+//
+// Slots. Each rank chooses which of its slots has the result of a dispatch, or the rows of a combine, and names it to
+// its island: in its row of counts (`kRowGrant`), which `grants` of the control block keeps for the call, and in its
+// `combine_ready`. Other hosts need not know.
 #pragma once
 #include "../../common/call.cuh"
 #include "../../common/work.cuh"
@@ -51,7 +55,11 @@
 /// Values of `broken`.
 enum Broken : u64 { kIsBroken = 1, kPartnersTold };
 
-enum RowWord : int { kRowSignature = 0, kRowRefusal, kRowTokens, kRowCounts = 4 };
+enum RowWord : int { kRowSignature = 0, kRowRefusal, kRowTokens, kRowGrant, kRowCounts = 4 };
+
+/// A row's word of what its rank grants: the slot for its result, and above `kHandleShift` the handle of a dispatch
+/// that is made again, 0 for none.
+constexpr int kHandleShift = 16;
 
 DEVICE u64* state_words(const HostCall& h, int position, u64 offset) {
   return reinterpret_cast<u64*>(h.state[position] + offset);
@@ -59,6 +67,11 @@ DEVICE u64* state_words(const HostCall& h, int position, u64 offset) {
 DEVICE u64* state_words(const HostCall& h, u64 offset) { return state_words(h, h.call.rank, offset); }
 DEVICE i32* state_counters(const HostCall& h, u64 offset) {
   return reinterpret_cast<i32*>(state_words(h, h.call.rank, offset));
+}
+
+/// By position: the slots of the island's ranks for the result of the dispatch in progress.
+DEVICE i32* grants_of(const HostCall& h) {
+  return reinterpret_cast<i32*>(control_at(h.call, h.call.rank, kControlGrantsOffset));
 }
 
 DEVICE const HostRoutes& routes_of(const HostCall& h) { return *reinterpret_cast<const HostRoutes*>(h.routes); }

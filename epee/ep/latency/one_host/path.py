@@ -244,7 +244,7 @@ class LatencyCpuPath(LatencyCalls, Memory):
     nbytes = 0  # the memory of an epoch belongs to the membership, and is counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        config, rank, exchange, _, _, closing = making
+        config, rank, exchange, _, _, closing, *_ = making
         members: EpochMembers = exchange.membership
         self._members = members
         self._layout = region_layout(config)

@@ -381,11 +381,12 @@ def _plan_of(
         handle.capacity,
     )
     key = checked, shape.machine.max_sms
-    plan: CombinePlan | None = shape.plans.get(key)
+    plan: AnyCombinePlan | None = shape.plans.get(key)
     if plan is None:
-        plan = CombinePlan(shape, checked)
+        kind = CombinePlan if shape.plan_kinds is None else shape.plan_kinds[1]
+        plan = kind(shape, checked)
         shape.keep_plan(key, plan)
-    if order is None:
+    if not isinstance(plan, CombinePlan) or order is None:
         return plan
     return OrderedPlan(plan, order_plan_of(shape, handle, dtype, bias, order, number))
 

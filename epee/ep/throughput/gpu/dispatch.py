@@ -82,6 +82,8 @@ class DispatchPlan:
             at first.
     """
 
+    _space: Any = staticmethod(handle_space)
+
     def __init__(self, shape: Shape, checked: CheckedDispatch) -> None:
         machine, config = shape.machine, shape.config
         self._shape, self.checked = shape, checked
@@ -97,13 +99,18 @@ class DispatchPlan:
         self._num_info_words = config.info_words // 2
         self.checked_handle: dict[str, Any] = {}
         device, most = machine.platform.device, self.most_rows
-        self.new_handle = HandleForm(checked, handle_space(config, checked.num_tokens), device).make
+        self.new_handle = HandleForm(checked, self._space(config, checked.num_tokens), device).make
         self._hidden = config.hidden
         if is_expert:
             self._new_x = allocator((most, config.hidden), checked.dtype, device)
             self._new_scales = allocator((most, checked.num_scales), torch.int32, device)
             self._new_weights = allocator((most,), torch.float32, device)
             self._new_sources = allocator((3 * most,), torch.int64, device)
+        self._set_stages()
+
+    def _set_stages(self) -> None:
+        """Make the kernels to be launched."""
+        shape, checked, machine, config = self._shape, self.checked, self._shape.machine, self._shape.config
         self._num_senders = self._num_channels = self._few_warps = 0
         limits = machine.platform.limits
         few = None
@@ -128,8 +135,7 @@ class DispatchPlan:
         self._layout_args, self._payload_args = layout, payload
         self._write_layout = call_words(layout, "topk_idx token_in_rank topk_weights handle mailbox grant refused")
         self._write_payload = call_words(payload, "x scales handle")
-        self._set_layout(shape, layout, launch)
-        self._set_payload(payload, launch)
+        self._set_arguments(layout, payload, launch)
 
     def start(
         self,
@@ -303,33 +309,27 @@ class DispatchPlan:
         self._num_channels = senders * warps // 2
         return launch
 
-    def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
-        """Set the constants among the `LayoutParams`."""
-        checked = self.checked
+    def _set_arguments(self, a: Any, sends: Any, launch: LaunchShape) -> None:
+        """Set the constants among the `LayoutParams`, and among the `DispatchParams` of the kernel of this launch."""
+        shape, checked = self._shape, self.checked
         if self._payload is not None and checked.is_fresh:
             a.kept_per_warp = layout_shape(*_layout_sizes(shape, checked))[1]
         a.signature = signature_of(checked)
         a.num_tokens, a.expert_alignment = checked.num_tokens, checked.expert_alignment
         a.max_expanded_rows = self.most_rows if checked.is_expert else 0
-        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload.grid, int(checked.is_fresh)
+        a.num_channels, a.num_blocks, a.do_count = self._num_channels, launch.grid, int(checked.is_fresh)
         a.shape, a.capacity = shape.signature(checked.capacity), checked.capacity or 0
-        if not checked.is_expert:
-            a.max_recv_rows = self.most_rows
-
-    def _set_payload(self, a: Any, launch: LaunchShape) -> None:
-        """Set the constants among the `DispatchParams`."""
-        checked = self.checked
-        a.x_stride, a.num_scales = checked.row_stride, checked.num_scales
+        sends.x_stride, sends.num_scales = checked.row_stride, checked.num_scales
         if checked.num_scales:
-            a.scale_row_stride, a.scale_column_stride = checked.scale_strides
-        a.num_tokens, a.row_bytes = checked.num_tokens, checked.row_bytes
-        a.chunk_bytes, a.num_sender_blocks = launch.chunk_bytes, self._num_senders
-        a.fill_tail = int(not checked.is_exact and checked.has_topk)
+            sends.scale_row_stride, sends.scale_column_stride = checked.scale_strides
+        sends.num_tokens, sends.row_bytes = checked.num_tokens, checked.row_bytes
+        sends.chunk_bytes, sends.num_sender_blocks = launch.chunk_bytes, self._num_senders
+        sends.fill_tail = int(not checked.is_exact and checked.has_topk)
         if not checked.is_expert:
-            a.max_recv_rows = self.most_rows
+            a.max_recv_rows = sends.max_recv_rows = self.most_rows
         else:
-            a.expert_alignment = checked.expert_alignment
-            a.max_expanded_rows = self.most_rows
+            sends.expert_alignment = checked.expert_alignment
+            sends.max_expanded_rows = self.most_rows
 
 
 def _layout_sizes(shape: Shape, checked: CheckedDispatch) -> tuple[Any, ...]:
@@ -392,7 +392,8 @@ def plan_of(
         key = checked, machine.max_sms, FEW_TOKENS
         plan = shape.plans.get(key)
         if plan is None:
-            plan = DispatchPlan(shape, checked)
+            kind = DispatchPlan if shape.plan_kinds is None else shape.plan_kinds[0]
+            plan = kind(shape, checked)
             shape.keep_plan(key, plan)
         if memo is not None:
             memo[short] = plan

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from ....errors import EpeeError, InvalidArgument, MismatchError, PeerError, RankFailedError, context, expected
 from ....gpu.death_notifier import DeathNotifier
@@ -55,6 +56,35 @@ from .slots import FIRST_GHOST
 _log = logging.getLogger(__name__)
 
 
+class AnyEpochs(Protocol):
+    """The interface of calls on GPUs to the ranks of a buffer.
+
+    Attributes:
+        notifier: notifies kernels of deaths.
+    """
+
+    notifier: DeathNotifier
+
+    def begin(self, deadline: float) -> None:
+        """Receive deaths from now on, and take part."""
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that the view excludes."""
+
+    def face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
+        """Refuse a call that cannot end well."""
+
+    def blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
+        """Raise that a rank is dead if that is the cause of `error`."""
+
+    def interrupt(self) -> None:
+        """End the kernels' waits, for which the CPU waits, if they wait in vain."""
+
+
 class Epochs(Memory):
     """The epochs of one buffer, and the deaths in them. All paths over one memory share it.
 
@@ -68,7 +98,7 @@ class Epochs(Memory):
     """
 
     def __init__(self, making: Making, members: GpuMembers, machine: Machine) -> None:
-        self._config, self._rank, self._exchange, _, self._watch, self._closing = making
+        self._config, self._rank, self._exchange, _, self._watch, self._closing, *_ = making
         self._members, self._machine = members, machine
         self._ghosts = DeathWatch()  # evicted processes, whose rank another process has now
         self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ....errors import InvalidArgument, InvalidState, ResourceError, expected
+from ....errors import EpeeError, InvalidArgument, InvalidState, ResourceError, expected
 from ....gpu.device import GpuDevice, Mailboxes, Share
 from ....gpu.experts import expert_table
 from ....gpu.lent import AllGather, Lending
@@ -38,7 +38,7 @@ from ....gpu.params import (
 )
 from ....gpu.platform import LentRegion, Platform
 from ....gpu.ranks import room_of
-from ....gpu.report import ReasonOf, blame, is_echo, take_report
+from ....gpu.report import Describe, ReasonOf, blame, is_echo, take_report
 from ....gpu.shapes import LaunchShape, ThroughputConfig
 from ....gpu.stage import Stage
 from ....jit.params import sized_kernels
@@ -81,7 +81,11 @@ class Machine:
         reason_of: returns the peers' reasons for calls that they refused.
         is_poisoned: fill receive memory with 0xFF before each use.
         filled_by: the shape in which a slot was filled last, which determines the offsets of its fields.
+        describe: returns the errors of reports that only these kernels make.
     """
+
+    kernels = KERNELS
+    describe: Describe | None = None
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
         config.check()
@@ -96,15 +100,16 @@ class Machine:
         self.is_poisoned = False
         self.filled_by: list[object] = [None] * (config.num_slots + 1)
         self._all_gather = all_gather
-        head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
-        self.device = GpuDevice(platform, head, sized_kernels(KERNELS, room_of(config.num_ranks)))
-        self._lending = Lending(platform, config.rank)
-        self._control = self._lending.meet(None, control_layout(config.num_ranks).nbytes, all_gather).regions
+        num_local = len(config.island)
+        self.device = GpuDevice(platform, self._head(), sized_kernels(self.kernels, room_of(num_local)))
+        self._lending = Lending(platform, config.position)
+        self._control = self._lending.meet(None, control_layout(num_local).nbytes, all_gather).regions
         self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
-        self._slots_address, self._slot_bytes = self.slots[config.rank].address, config.slot_bytes
+        self._own_slots = self.slots[config.position]
+        self._slots_address, self._slot_bytes = self._own_slots.address, config.slot_bytes
         self._places = Places(self._lending, platform.keeps_addresses)
         if config.room_expert_slot_bytes:
-            self._places.meet(config.room_expert_slot_bytes, range(config.num_ranks), all_gather)
+            self._places.meet(config.room_expert_slot_bytes, range(num_local), all_gather)
         self.mailboxes = Mailboxes(platform, config.most_info_words // 2)
         self._exchanged = platform.mapped_words(1)
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
@@ -116,15 +121,20 @@ class Machine:
         for name, kernel in self.device.kernels.items():
             for part in parts_of(kernel.args):
                 self._set_constants(name, part)
-        self._view = ViewWords(self._control[config.rank], config.num_ranks)
-        everybody = (True,) * config.num_ranks
+        self._view = ViewWords(self._control[config.position], num_local)
+        everybody = (True,) * num_local
         self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # members, and the last call's number
         self._is_open = True  # whether kernels may run in that view
         self._view.write(*self._agreed)
         self._gone: set[int] = set()  # ranks, and evicted processes, that have ended
-        self.members = frozenset(range(config.num_ranks))
-        self._barrier = self.stage("barrier", LaunchShape(1, 32, 0, 0, 0))
+        self.members = frozenset(range(num_local))
+        self._barrier: Stage | None = None
         platform.synchronize()  # calls may come on any stream
+
+    def _head(self) -> str:
+        """Return the generated head of the kernels' sources."""
+        limits = self.platform.limits
+        return kernel_head(self.config.num_ranks, limits.max_warps, limits.stall_one_in)
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +175,8 @@ class Machine:
 
     def barrier(self, timeout_s: float) -> None:
         """Let all ranks meet on the device, on the streams of the calls that have begun; the CPU waits for no rank."""
+        if self._barrier is None:
+            self._barrier = self.stage("barrier", LaunchShape(1, 32, 0, 0, 0))
         self.announce()
         self.launch(self._barrier, timeout_s, self.stream)
 
@@ -239,17 +251,21 @@ class Machine:
         """Raise what a kernel has reported since the last check; costs a few loads of pinned memory."""
         if not self.device.has_reports:
             return
-        error = take_report(self.device.report.words, self.config.rank, self.reason_of)
+        error = self._take_report()
         if error is not None:
             if is_echo(error) and (dead := self._await_news()):
                 error = blame(error, dead, self.config.rank)
-            while (later := take_report(self.device.report.words, self.config.rank, self.reason_of)) is not None:
+            while (later := self._take_report()) is not None:
                 _log.warning("after the error that is raised now, another call failed: %s", later)
             try:
                 raise error
             finally:
                 # otherwise it would hold the caller's tensors, through traceback and frames, until a collection
                 del error
+
+    def _take_report(self) -> EpeeError | None:
+        """Return the oldest unread report as an error."""
+        return take_report(self.device.report.words, self.config.rank, self.reason_of, self.describe)
 
     def _await_news(self) -> list[int]:
         """Return the members that are known to be dead; a peer may have received a report a little earlier.
@@ -260,10 +276,14 @@ class Machine:
         deadline = time.monotonic() + NEWS_S
         while True:
             self.look()
-            dead = [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
+            dead = self._news()
             if dead or time.monotonic() > deadline:
                 return dead
             time.sleep(1e-3)
+
+    def _news(self) -> list[int]:
+        """Return the members that are known to be dead."""
+        return [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
 
     def num_finished(self) -> int:
         """Return how many calls this rank's kernels have finished; waits for the GPU."""
@@ -318,7 +338,7 @@ class Machine:
         self.members = members
         self._places.open()
         self.platform.synchronize()
-        while (error := take_report(self.device.report.words, self.config.rank, self.reason_of)) is not None:
+        while (error := self._take_report()) is not None:
             _log.info("the view has changed behind a call that failed: %s", error)
 
     def open_view(self) -> None:
@@ -339,7 +359,7 @@ class Machine:
     @property
     def blobs(self) -> tuple[bytes, bytes]:
         """The blobs by which another process maps what this rank has lent from the beginning."""
-        return self._control[self.config.rank].blob, self.slots[self.config.rank].blob
+        return self._control[self.config.position].blob, self._own_slots.blob
 
     def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
         """Map what the process that has `rank` now lends, named by its `blobs`, unless mapped. No call is in flight.
@@ -473,7 +493,7 @@ class Machine:
     def poison_slot(self, slot: int) -> None:
         """The same with a slot of this rank."""
         slot_bytes = self.config.slot_bytes
-        self.poison(self.slots[self.config.rank], slot * slot_bytes, slot_bytes)
+        self.poison(self._own_slots, slot * slot_bytes, slot_bytes)
 
     def views(self, taken: Taken | None) -> SlotViews:
         """Return the tensors over a slot, which returns to the pool when their aliases have died; those over the
@@ -494,7 +514,7 @@ class Machine:
 
     def _lease(self, slot: int, released: Callable[[], None] | None) -> torch.Tensor:
         slot_bytes = self.config.slot_bytes
-        return self.slots[self.config.rank].lease(slot * slot_bytes, slot_bytes, released)
+        return self._own_slots.lease(slot * slot_bytes, slot_bytes, released)
 
     def close(self) -> None:
         """Free all memory; tensors over it keep what they use. Idempotent."""
@@ -509,7 +529,7 @@ class Machine:
         call = args.call
         for rank, region in enumerate(self._control):
             call.control[rank] = region.address
-        call.report, call.abort, call.rank = self.device.report.address, self.device.news.address, config.rank
+        call.report, call.abort, call.rank = self.device.report.address, self.device.news.address, config.position
         call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
         if isinstance(args, LayoutParams):
@@ -522,4 +542,6 @@ class Machine:
 
 def parts_of(args: Any) -> tuple[Any, ...]:
     """Return the structs in the arguments of a kernel: two if it stands for two kernels."""
-    return (args.layout, args.payload) if isinstance(args, FewParams) else (args,)
+    if isinstance(args, FewParams):
+        return args.layout, args.payload
+    return (args if hasattr(args, "call") else args.host,)

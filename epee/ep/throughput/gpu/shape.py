@@ -18,7 +18,7 @@ A crash leaves nothing here: a shape is arithmetic and arguments, none of it is 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ....gpu.params import BarrierParams, DispatchParams, LayoutParams
 from ....gpu.shapes import PAYLOADS, LaunchShape, ThroughputConfig
@@ -29,6 +29,7 @@ from .machine import Machine, parts_of
 from .place import ExpertPlace
 
 MOST_PLANS = 1024  # that are kept; each has some KiB
+PlanKinds: TypeAlias = "tuple[type[Any], type[Any]]"
 _FIELDS = ("x", "topk_idx", "src_token", "topk_weights", "scales")
 
 
@@ -38,15 +39,17 @@ class Shape:
     Args:
         machine: whose memory and kernels they use.
         config: the sizes; slots are the machine's.
+        plan_kinds: the classes of plans for dispatches and combines; None: those of one host.
 
     Attributes:
         offsets: of the fields of a slot.
         plans: how kernels are launched, by the checked that decide it.
     """
 
-    def __init__(self, machine: Machine, config: ThroughputConfig) -> None:
+    def __init__(self, machine: Machine, config: ThroughputConfig, plan_kinds: PlanKinds | None = None) -> None:
         self.machine = machine
         self.config = config
+        self.plan_kinds = plan_kinds
         self.offsets = {name: config.slot_layout.offset(name) for name in _FIELDS}
         self.plans: dict[tuple[object, ...], Any] = {}
         self._expert_layouts: dict[int, tuple[Layout, int]] = {}  # by alignment, with what they need
@@ -124,7 +127,7 @@ class Shape:
         """Fill in what no call of this shape changes."""
         config = self.config
         args.num_topk, args.num_experts = config.num_topk, config.num_experts
-        args.num_local_experts = config.num_local_experts
+        args.num_local_experts = config.num_local_experts  # no field of the kernels between hosts
         if isinstance(args, LayoutParams):
             args.max_tokens = config.max_tokens
             args.lanes_per_token, args.max_recv_rows = config.lanes_per_token, config.max_recv_rows

@@ -287,6 +287,7 @@ class Buffer(SharedBuffer):
         elif making.islands:
             self._rows = self._gpu = over_hosts = CudaPathOverHosts(making, platform, self._timeout)
             over_hosts.set_poison(poison)
+            self._remember_checks()
         else:
             self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
             gpu.set_poison(poison)
@@ -298,10 +299,15 @@ class Buffer(SharedBuffer):
         self._check_dispatch = partial(check_dispatch, self.config)
         self._check_combine = partial(check_combine, self.config)
 
-    def _find_again(self, path: CudaPath) -> None:
-        """Enable the fast path for cached calls."""
+    def _remember_checks(self) -> CheckedCalls:
+        """Check arguments once for calls with equal cache keys."""
         self._checked = checked = CheckedCalls(self.config)
         self._check_dispatch, self._check_combine = checked.dispatch, checked.combine
+        return checked
+
+    def _find_again(self, path: CudaPath) -> None:
+        """Enable the fast path for cached calls."""
+        checked = self._remember_checks()
         self._known = known = KnownPlans(path.shape, checked, self._exchange, self._id)
         calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
         self.again = CallsAgain(self._turns, self._exchange, path, self._call_streams, self._timeout, *calls)

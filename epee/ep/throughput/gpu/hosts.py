@@ -123,6 +123,7 @@ class HostsMachine(Machine):
         for position, region in enumerate(self._state):
             host.state[position] = region.address
         host.routes, host.host = self.island.routes.data_ptr(), self.island.topology.host
+        host.experts = self.experts.data_ptr()
         host.num_ranks, host.num_hosts = config.num_ranks, len(config.islands)
         host.max_tokens, host.num_slots = config.max_tokens, self.streams.num_slots
         if hasattr(args, "slots"):

@@ -34,8 +34,8 @@ from epee.view.protocol.messages import (
 from epee.view.protocol.outcome import CallState, Course, EpochChange, Whole
 from epee.view.protocol.proposer import Campaign, Findings, obituary_of
 
-from .lane import Call, Engine
 from .history import TIMEOUT
+from .lane import Call, Engine
 from .plan import Plan
 from .words import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Mirror, Outbox, Shared
 from .world import Process, World

@@ -53,10 +53,10 @@ from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
 
 from .faults import crash, inject, interrupt
 from .gates import Turns
-from .lane import Engine
 from .history import DONE, EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .hosts import RemoteMirror, Settlement, Watch
 from .kinds import expected_result, is_pull
+from .lane import Engine
 from .plan import AFTER_SEND, ROOT_SEEDS, Plan
 from .words import LANE, Mirror, Outbox, Shared
 

@@ -252,7 +252,8 @@ DEVICE void sum_tokens(const HostCombineParams& p, u64 tag, const Progress& prog
 /// The word by which a rank says that its rows are there, in which slot, and of which dispatch: 16 bits of its number.
 constexpr int kReadyShift = 24;
 DEVICE u64 ready_word(const HostCall& h, u64 tag, int slot) {
-  return tag << kReadyShift | static_cast<u64>(slot) << 16 | (static_cast<u32>(reinterpret_cast<const i32*>(h.info)[kInfoCall]) & 0xFFFF);
+  return tag << kReadyShift | static_cast<u64>(slot) << 16 |
+         (static_cast<u32>(reinterpret_cast<const i32*>(h.info)[kInfoCall]) & 0xFFFF);
 }
 
 /// Waits until the rows of all ranks of this island are there, all of the same dispatch, and finds them: all warps of
@@ -342,8 +343,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) combine_hosts_bf16(const __gr
       return;
     }
     if (has_begun && lane_idx() < kNumRanks)
-      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank,
-                     ready_word(h, tag, p.slot));
+      st_release_sys(state_words(h, lane_idx(), kStateCombineReadyOffset) + h.call.rank, ready_word(h, tag, p.slot));
     watcher(h, tag, progress);
   }
 }

@@ -383,7 +383,8 @@ DEVICE void end_call(const HostCall& h, u64 tag, const Progress& progress, u64 r
   // one thread's look for all: the watcher may report while they look
   const bool is_good = __shfl_sync(~0u, static_cast<int>(!has_failed(h.call, tag)), 0) != 0;
   if (is_good) advance(h, count);
-  if (!is_good) give_up(h, tag, has_begun ? kGaveUpCode : refusal, has_begun || is_alone || refusal == kBrokenStreamsCode);
+  if (!is_good)
+    give_up(h, tag, has_begun ? kGaveUpCode : refusal, has_begun || is_alone || refusal == kBrokenStreamsCode);
   if (lane_id < progress.num_out) state_counters(h, kStateCursorsOffset)[lane_id] = 0;
   for (int i = lane_id; i < progress.num_out * h.num_slots; i += 32) state_counters(h, kStateOutDoneOffset)[i] = 0;
   for (int i = lane_id; i < progress.num_in * h.num_slots; i += 32) state_counters(h, kStateInDoneOffset)[i] = 0;

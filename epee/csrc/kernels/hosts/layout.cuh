@@ -430,8 +430,7 @@ __global__ void __launch_bounds__(512, 1) layout_hosts(const __grid_constant__ H
   const bool is_broken = *state_words(h, kStateBrokenOffset) != 0;
   const u32 flaw = p.known_info ? flaw_of(view_number(h.call), reinterpret_cast<const i32*>(p.known_info)) : 0;
   const i32 refusal = is_broken ? kBrokenStreamsCode : *counters.num_bad ? kBadExpert : p.refused;
-  const bool is_sent =
-      send_row(p, tag, row, counters, refusal ? refusal : static_cast<i32>(flaw), known_handle(p));
+  const bool is_sent = send_row(p, tag, row, counters, refusal ? refusal : static_cast<i32>(flaw), known_handle(p));
   assign_places(p, tokens, counters);
   bool all_came = false;
   const auto bad_ids = [&] {

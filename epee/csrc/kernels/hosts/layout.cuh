@@ -16,7 +16,8 @@
 // Where a row does not come in time, or could not be sent, the ranks are out of step: this one sets `broken`. It still
 // takes the rows that have come.
 //
-// A row: signature, refusal, tokens, slot and handle; tokens for each rank; records for each host; (token, k) pairs for each expert.
+// A row: signature, refusal, tokens, slot and handle; tokens for each rank; records for each host; (token, k) pairs for
+// each expert.
 // Two copies, and two words in each `row_ready`, by the parity of the row's number: a rank sends row r after it has
 // read row r - 1 of all others, each of which has sent that after it had read row r - 2. Behind a refused call nothing
 // else holds a rank back: it may send row r + 1 while a neighbour still waits for its row r.

@@ -227,7 +227,8 @@ class SharedBuffer:
 
         `Buffer` on GPUs: the streams meet: work that a rank's current stream runs after the barrier runs when all
         ranks' streams have reached it, with their writes done. One kernel; the CPU waits for no rank, so an error (as
-        of a combine) is raised by the next call or by `check`. Otherwise the ranks' CPU threads meet.
+        of a combine) is raised by the next call or by `check`. Otherwise, and on GPUs of several hosts, where the CPU
+        first waits for its current stream, the ranks' CPU threads meet.
 
         Args:
             timeout: seconds to wait for a silent peer.

@@ -366,7 +366,7 @@ class Buffer(SharedBuffer):
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32 (or float64 beside a float64 x).
             is_token_in_rank: `[num_tokens, num_ranks]` bool, routing without experts (rank layout only).
-            handle: of an earlier dispatch: the same rows travel again, no counts are exchanged; give no routing.
+            handle: of an earlier dispatch: the same rows travel again, and on one host no counts; give no routing.
                 Layout and alignment are the handle's.
             layout: "rank": one row per (source rank, token), in this order. "expert": one row per (local expert,
                 source rank, token, k), each expert's block padded with zero rows to `expert_alignment`.

@@ -155,7 +155,7 @@ class Handle(BoundToBuffer, ABC):
 
     @property
     def num_sent_to_hosts(self) -> list[int] | None:
-        """Tokens of this rank that go to each host, its own one too, once each; None if all ranks share a host."""
+        """Tokens of this rank that go to each host, its own too, once each; None on one host, and on GPUs."""
         return None
 
     @property

@@ -148,6 +148,7 @@ class Island:
             routes = make_routes(rank, islands, addresses, 0)
             self.routes = torch.frombuffer(bytearray(routes), dtype=torch.uint8).to(device)
             endpoints = {peer: offers[peer][2] for peer in proxy.partners}
+            all_gather(b"made")  # a rank that has failed until here says so; in `meet` it would only be silent
             proxy.meet(1, 0, endpoints, secret.token, secret.job_id, timeout_s, interrupt)
             all_gather(b"met")
             self._undo: contextlib.ExitStack | None = undo.pop_all()
@@ -170,6 +171,8 @@ class Island:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
+            self._pages = []  # their words keep the memory mapped, and so do those of the proxy
+            del self.proxy
 
 
 def _num_processes(num_local: int, num_slots: int) -> int:

@@ -57,7 +57,7 @@ class MoELayer(ExpertLayer):
         topk_idx: `[num_tokens, num_topk]` int64, the experts of the last forward's tokens.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
         num_dropped: `[1]` int32, rows that this rank dropped in the last forward; None without `capacity`.
-        num_sent_to_hosts: tokens sent to each host, once each; None if all ranks share a host.
+        num_sent_to_hosts: tokens sent to each host, once each; None if all ranks share a host, and on GPUs.
 
     Parameters are created on the CPU in `dtype`, independently of torch's defaults; `.to(device)` moves them.
 

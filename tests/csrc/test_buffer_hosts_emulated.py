@@ -84,6 +84,9 @@ def test_no_tokens_and_all_of_them_to_one_host() -> None:
         (gpu_hosts_cases.closed, ()),
         (gpu_hosts_cases.closed_in_call, ()),
         (gpu_hosts_cases.unlike_slots, ()),
+        (gpu_hosts_cases.failed_construction, ()),
+        (gpu_hosts_cases.nothing_is_kept, ()),
+        (gpu_hosts_cases.last_combine, ()),
     ],
 )
 def test_what_a_buffer_of_one_host_does(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -5,12 +5,16 @@ Every function runs on one rank (`tests/csrc/test_buffer_hosts_emulated.py`, `te
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ import torch.distributed as dist
 import epee
 from epee import InvalidArgument, InvalidState, MismatchError, PeerError, UnsupportedError
 from epee.engine.outbox import has_left
+from epee.gpu import island
 from tests.ep.buffer_cases import same_bits
 from tests.ep.gpu_buffer_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, make, times_sent, tokens
 from tests.harness.meeting import meet
@@ -264,6 +269,68 @@ def closed(rank: int, num_ranks: int) -> None:
         with pytest.raises(PeerError, match="rank 0 has closed the buffer"):
             check_round(buffer, 2)
         buffer.close()
+    meet("over", rank, num_ranks)
+
+
+def failed_construction(rank: int, num_ranks: int) -> None:
+    """What fails on one rank alone, between the offers and the meeting of the proxies, is raised by all at once."""
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(island, "make_routes", _no_routes)
+        with pytest.raises(epee.EpeeError, match="no routes can be made"):
+            make(num_ranks, timeout=PATIENT_S)
+    assert time.monotonic() - start < BOUND_S
+    meet("over", rank, num_ranks)
+
+
+def _no_routes(*_: Any) -> None:
+    raise InvalidArgument("no routes can be made")
+
+
+def nothing_is_kept(rank: int, num_ranks: int) -> None:
+    """A refused combine keeps nothing alive, and no memory of proxies stays mapped behind `close`."""
+    buffer = make(num_ranks, timeout=PATIENT_S)
+    x, idx, _ = tokens(buffer, 7)
+    got = buffer.dispatch(x, idx)
+    y = got.x
+    assert isinstance(y, torch.Tensor)
+    back = torch.zeros(len(y), NUM_TOPK, device=x.device)
+    rows = y.clone()
+    kept = weakref.ref(rows)
+    with contextlib.suppress(UnsupportedError):
+        buffer.combine(rows, got.handle, topk_weights=back)
+    del rows
+    gc.collect()
+    assert kept() is None
+    check_round(buffer, 1)
+    assert "proxy-" in Path("/proc/self/maps").read_text()
+    del got, y
+    meet("checked", rank, num_ranks)
+    buffer.close()
+    gc.collect()
+    assert "proxy-" not in Path("/proc/self/maps").read_text()
+
+
+def last_combine(rank: int, num_ranks: int) -> None:
+    """A last combine ends well behind the end of ranks that needed none of this one's rows."""
+    buffer = make(num_ranks, timeout=PATIENT_S)
+    first = NUM_LOCAL * (num_ranks - 1)  # of the last rank, alone on its host; it sends to all, the others to rank 0
+    x, idx, _ = tokens(buffer, 6)
+    idx = idx if rank == num_ranks - 1 else torch.arange(NUM_TOPK, device=idx.device).expand(6, NUM_TOPK) % NUM_LOCAL
+    assert first > 0
+    got = buffer.dispatch(x, idx.contiguous())
+    assert isinstance(got.x, torch.Tensor)
+    if rank == num_ranks - 1:
+        for other in range(first // NUM_LOCAL):
+            words = buffer._exchange.engine.peer_regions.words[other]
+            deadline = time.monotonic() + BOUND_S
+            while not has_left(words) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert has_left(words)
+    same_bits(buffer.combine(got.x, got.handle).x, summed(x, idx, num_ranks), "the last combine")
+    synchronize(buffer)
+    buffer.close()
     meet("over", rank, num_ranks)
 
 

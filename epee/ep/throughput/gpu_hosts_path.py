@@ -132,10 +132,14 @@ class HostsEpoch:
         return tuple(sorted({*self._watch.dead(), *(self._here[position] for position in self.notifier.told)}))
 
     def face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
-        """Refuse a call once a rank, or a proxy of this host, is lost."""
+        """Refuse a call once a rank, or a proxy of this host, is lost.
+
+        A combine may follow the end of a rank in order: a rank that no row goes to ends its combine before ranks of
+        other hosts have begun theirs, and its proxy has sent what they need.
+        """
         if not is_capturing:
             self._raise_loss(op, None)
-            if needs_all:
+            if needs_all and op != "combine":
                 self._require_open(op, None)
 
     def blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
@@ -147,8 +151,13 @@ class HostsEpoch:
 
     def _require_open(self, op: str, error: EpeeError | None) -> None:
         """Raise if a rank has closed the buffer: its engine has told so."""
-        for rank, words in enumerate(self._engine.peer_regions.words):
-            if rank != self._rank and has_left(words):
+        try:
+            left = [rank for rank, words in enumerate(self._engine.peer_regions.words) if has_left(words)]
+        except expected(ValueError):
+            self._closing.check()  # another thread closes the buffer, and with it the engine's memory
+            raise
+        for rank in left:
+            if rank != self._rank:
                 seq = self._machine.num_calls
                 where = context(op, rank=self._rank, peer=rank, seq=seq)
                 told = f"{where}: rank {rank} has closed the buffer, so no call of it can end; {REMEDY}"
@@ -178,7 +187,7 @@ class CudaPathOverHosts(CudaPath):
 
     barrier_op = OP_BARRIER
     takes_replacements = False
-    _untold: Exception | None = None
+    _unsent: Exception | None = None
     _plan_kinds = HostsDispatchPlan, HostsCombinePlan
     _handle_kind = HostsHandle
     machine: HostsMachine
@@ -231,14 +240,15 @@ class CudaPathOverHosts(CudaPath):
         try:
             _check_combine(call)
         except expected(UnsupportedError) as error:
-            self._untold = error
+            self._unsent = error
             raise
         return super().combine(call, deadline, run_on, run)
 
     def is_told(self, error: Exception) -> bool:
         """As `CudaPath.is_told`; a combine that is not built is not told: all ranks of a program make the same one, and
         a refusal would end the buffer."""
-        return error is self._untold or super().is_told(error)
+        is_unsent, self._unsent = error is self._unsent, None  # its frames hold the buffer and tensors of the caller
+        return is_unsent or super().is_told(error)
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Return False: the CPUs meet."""
@@ -249,15 +259,24 @@ class CudaPathOverHosts(CudaPath):
         if self._platform.is_capturing():
             raise unsupported("barrier is no part of a CUDA graph", "a stream that is captured", "call it before")
         self._epochs.face_death("barrier", False)
-        platform = self._platform
+        try:
+            self._drain(deadline)
+        except expected(EpeeError) as error:
+            self._epochs.blame_death("barrier", error, False)
+            raise
+        self.exchange.all_gather_bytes(b"", deadline, OP_BARRIER)
+
+    def _drain(self, deadline: float) -> None:
+        """Wait for the current stream; raises what its kernels report."""
+        platform, start = self._platform, time.monotonic()
         mark = platform.mark(self.machine.begin())
         while not platform.is_done(mark):
             self._closing.check()
-            if time.monotonic() > deadline:
-                raise CommTimeoutError(f"barrier (rank={self.rank}): work on this rank's stream has not ended in time")
+            if (now := time.monotonic()) > deadline:
+                where = context("barrier", rank=self.rank, seq=self.machine.num_calls, elapsed=now - start)
+                raise CommTimeoutError(f"{where}: work on this rank's stream has not ended in time")
             time.sleep(_PAUSE_S)
         self.machine.check()
-        self.exchange.all_gather_bytes(b"", deadline, OP_BARRIER)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Raise: there is one epoch."""

@@ -105,8 +105,12 @@ class CudaPath(GpuPath):
         deadline = time.monotonic() + timeout
         config = throughput_config(self.config, self.rank, islands)
         self.core = self.machine = machine = self._make_machine(config, deadline)
-        self.shape = Shape(machine, config, self._plan_kinds)
-        self._epochs = self._make_epochs()
+        try:
+            self.shape = Shape(machine, config, self._plan_kinds)
+            self._epochs = self._make_epochs()
+        except BaseException:
+            machine.close()  # proxies over hosts live as long as the process otherwise
+            raise
         self._notifier = self._epochs.notifier
         machine.interrupt = self._epochs.interrupt
         try:

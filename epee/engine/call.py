@@ -33,7 +33,7 @@ class EngineCall:
         done: it has ended; `error` says how.
         on_done: called when it has ended.
         started, deadline: `time.monotonic()` values; the deadline is 0 until it is known.
-        timeouts: rounds of its present wait.
+        wait_rounds: of its present wait.
         num_waiters: threads that wait for it.
         before: earlier calls that it waits for before it begins, see `overlap.py`.
         was_held_by: names of these, once it has begun.
@@ -45,7 +45,7 @@ class EngineCall:
     error: BaseException | None = None
     on_done: Any = None
     started = deadline = 0.0
-    timeouts = 0
+    wait_rounds = 0
     num_waiters = 0
     before: Sequence[Edge] = ()
     was_held_by = ""

@@ -681,26 +681,26 @@ class Engine:
         """Wait until the block's word is there or something else happened; the caller steps again."""
         if block.rank < 0 or block.word == BELL:
             head.start_clock()
-            head.timeouts = min(head.timeouts + 1, NAP_ROUNDS)
-            if block.word == BELL and head.timeouts == NAP_ROUNDS:
+            head.wait_rounds = min(head.wait_rounds + 1, NAP_ROUNDS)
+            if block.word == BELL and head.wait_rounds == NAP_ROUNDS:
                 self.waits.sleep_on(block)
             else:
-                self.waits.nap(head.timeouts)
+                self.waits.nap(head.wait_rounds)
             if self.flags & ~CHANGING:
                 self._wait_ended(op)
-            if head.timeouts == NAP_ROUNDS:
+            if head.wait_rounds == NAP_ROUNDS:
                 examine(self, None, head, op, until)
             return
-        if head.timeouts == 0 and (self.waits.spin(block) or self.waits.yield_until(block, head.start_clock())):
+        if head.wait_rounds == 0 and (self.waits.spin(block) or self.waits.yield_until(block, head.start_clock())):
             return
-        head.timeouts = 1
+        head.wait_rounds = 1
         self.waits.sleep_on(block)
         if self.flags & ~CHANGING:
             self._wait_ended(op)
         if self.peer_regions.words[block.rank][block.word] < block.value:
             examine(self, block, head, op, until)
         else:
-            head.timeouts = 0
+            head.wait_rounds = 0
 
     def _wait_ended(self, op: Driven) -> None:
         """Check `flags` inside a call. The lock is held, and released while the group is frozen."""

@@ -318,7 +318,7 @@ class Operation(EngineCall):
         self.published = self.mismatch = self.agreed = self.completing = False
         self.withdrawal = None
         self.damaged = -1
-        self.seen = self.base = self.filled = self.merged = self.drained = self.timeouts = 0
+        self.seen = self.base = self.filled = self.merged = self.drained = self.wait_rounds = 0
         if self.deadline:  # the others need a moment for the decision, too: a rank that is late for it is not silent
             self.deadline = max(self.deadline, time.monotonic() + min(self.deadline - self.started, RENEWED_S))
 

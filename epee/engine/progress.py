@@ -406,7 +406,7 @@ class Helper:
     def _look(self, block: Block, head: Driven) -> None:
         """Examine failures from the second check on at which a call has not advanced."""
         now = head.start_clock()
-        if head.timeouts or now > head.deadline:
+        if head.wait_rounds or now > head.deadline:
             on_peer = block.rank >= 0 and block.word != BELL
             examine(self._engine, block if on_peer else None, head, head, None)
-        head.timeouts = 1
+        head.wait_rounds = 1

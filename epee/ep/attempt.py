@@ -133,17 +133,17 @@ class CallAttempt:
         call has a number.
         """
         try:
-            timeouts = check_timeout(self._timeout, self._default_s)
+            timeout_s = check_timeout(self._timeout, self._default_s)
         except expected(InvalidArgument):
-            timeouts = self._default_s  # it is refused once this rank is in the epoch
+            timeout_s = self._default_s  # it is refused once this rank is in the epoch
         membership = self._exchange.membership
         try:
-            membership.turn(OP_NAMES[self._op], self._now + timeouts)
+            membership.turn(OP_NAMES[self._op], self._now + timeout_s)
         except expected(Moved):
             raise
         except expected(Exception) as error:
             if membership.counts_entering and not self._path.is_told(error):
-                self._refuse(error, self._now + timeouts)
+                self._refuse(error, self._now + timeout_s)
             raise
 
 

@@ -98,15 +98,15 @@ class Assembly:
         Raises:
             As `Buffer.barrier`.
         """
-        timeouts = max(1e-3, deadline - time.monotonic())
+        timeout_s = max(1e-3, deadline - time.monotonic())
         while True:
             there, awaited = self._expected()
             now = time.monotonic()
-            row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + timeouts))
+            row = _ROW.pack(there, awaited, (now > deadline) + (now > deadline + timeout_s))
             try:
-                told = self._exchange.all_gather_bytes(row + data, time.monotonic() + timeouts, OP_SYNC)
+                told = self._exchange.all_gather_bytes(row + data, time.monotonic() + timeout_s, OP_SYNC)
             except Exception as error:
-                if not is_loss(error) or time.monotonic() > deadline + timeouts:
+                if not is_loss(error) or time.monotonic() > deadline + timeout_s:
                     raise
                 time.sleep(PAUSE_S)
                 continue

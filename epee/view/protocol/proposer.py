@@ -482,7 +482,7 @@ class Proposer:
             leaving = {*self.gone, *self._suspected()}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.wait_limit_s)
         wants = tuple(want for want, _ in self._wants.values()) if self._t >= self._no_wants_before else ()
-        waited, timeouts = self._t - self._campaign_began, self._join_wait()
+        waited, join_wait_s = self._t - self._campaign_began, self._join_wait()
         lost = {host: frozenset(by) for host, by in self._lost.items()}
         return Findings(
             self.gone,
@@ -492,7 +492,7 @@ class Proposer:
             frozenset(replaced),
             wants,
             waited,
-            timeouts,
+            join_wait_s,
             lost,
             self.settings.policy == "evict",
             frozenset(slot for slot, since in self._owing.items() if self._t - since >= self.settings.silence_s),

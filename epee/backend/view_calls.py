@@ -230,7 +230,7 @@ class CallsOfView:
 
         One member suffices, all may call it, also the ranks that leave. The next call of this rank runs without them,
         unless another rank has begun that call; those of the excluded ranks raise `EvictedError`. It is no loss: no
-        call fails because of it.
+        call fails because of it. On return the other members know it, where their agents answer within 2 s.
 
         Args:
             ranks: 0 ... 63; those that take no part already are left alone.

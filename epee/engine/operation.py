@@ -41,6 +41,7 @@ from ..errors import (
 )
 from ..memory.layout import align_up
 from ..memory.signals import SEQ_BITS
+from ..view.awaited import RENEWED_S
 from .call import NOTHING, EngineCall
 from .outbox import (
     CELL_PAYLOAD_BYTES,
@@ -79,7 +80,6 @@ class Block(NamedTuple):
 
 
 LAST_SEQ = (1 << SEQ_BITS) - (1 << 32)  # far before a number reaches the bits of the epoch; then calls end in words
-RENEWED_S = 5.0  # longer than a busy machine keeps a process from its core
 NO_ROOM = Block(-1, 0, 0)
 MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
 

@@ -4,7 +4,8 @@ While a call waits, its ranks are shown on this process's board, for hang report
 (`show`). At a timeout the group's policy decides (`on_stall`): "error" ends the call, "wait" names the ranks in the log
 and goes on waiting, "evict" accuses them, repeatedly, until the view has changed or the agents had time enough to find
 out that they cannot agree (`insist`). An accusation carries the newest epoch that the accuser knows: one from before a
-change is void.
+change is void. A view without a former member begins the time of the others anew: they may have waited for it
+themselves, between hosts what they send went through it, and they may apply the view later than this process.
 
 Callers: the thread of a call, an engine with its lock. A crash leaves the board as it was; its owner is dead then.
 """
@@ -23,6 +24,7 @@ from .runtime import Runtime
 logger = logging.getLogger("epee")
 
 ACCUSE_PAUSE_S = 0.2
+RENEWED_S = 5.0  # longer than a busy machine keeps a process from its core
 CAUSES = {
     DEAD: "its process has ended",
     EXITED: "its process has ended",
@@ -91,7 +93,7 @@ class Awaited:
         seq: int,
         epoch: int,
         deadline: float,
-        warn_every_s: float = 1.0,
+        limit_s: float = 1.0,
     ) -> bool:
         """Apply the policy for silent ranks at a timeout; True while waiting on may still help.
 
@@ -101,18 +103,20 @@ class Awaited:
             seq: of the call.
             epoch: the newest that this rank knows.
             deadline: `time.monotonic()` value that has passed.
-            warn_every_s: minimum time between two log messages about it.
+            limit_s: time-out of the wait, and minimum time between two log messages about it. In a view that lost a
+                member the ranks have as long again, at most `RENEWED_S`.
         """
         now = time.monotonic()
         if self._on_stall == "wait":
-            if now - self._warned_at > warn_every_s:
+            if now - self._warned_at > limit_s:
                 self._warned_at = now
                 names = ", ".join(f"{rank} ({self._runtime.health(slot)})" for rank, slot in slots.items())
                 logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", what(), names)
             return True
+        deadline = max(deadline, self._runtime.lost_at + min(limit_s, RENEWED_S))
         if self._on_stall != "evict" or now > deadline + self._runtime.settings.no_quorum_s:
             return False
-        if now - self._accused_at > ACCUSE_PAUSE_S:
+        if now > deadline and now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now
             for slot in slots.values():
                 self._runtime.accuse(slot, self._group_id, seq, epoch)

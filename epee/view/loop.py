@@ -120,6 +120,7 @@ class Shared:
 
     Attributes:
         decision: the view; None before there is one.
+        lost_at: `time.monotonic()` value at which the last view without a former member was shown here.
         error: reason for which calls cannot end well: `EvictedError`, or `NoQuorumError` for the time being.
         refused: reason for which this process may not join; empty otherwise.
         waiting: slots of processes that ask to join, ascending.
@@ -129,6 +130,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.decision: Decision | None = None
+        self.lost_at = 0.0
         self.error: PeerError | None = None
         self.refused = ""
         self.waiting: tuple[int, ...] = ()
@@ -516,6 +518,8 @@ class Loop:
     def _decide(self, decision: Decision) -> None:
         for member in decision.members:
             self._meet(member)
+        if decision.removed or any(part.since == -decision.epoch for part in decision.parts):
+            self.shared.lost_at = time.monotonic()  # before it is shown: who knows the view knows this
         self.shared.decision = decision
         self.shared.error = None
         # after it is shown: a reader that checks here first and there then misses no member

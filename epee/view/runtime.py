@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 
@@ -310,13 +310,23 @@ class Runtime:
             raise InvalidState("this process is no member yet; call start or join")
         return loop.shared.decision
 
-    def catch_up(self, timeout_s: float) -> None:
-        """Learn what the other members have decided: the view is then at least as new as theirs at this call.
+    @property
+    def lost_at(self) -> float:
+        """Return the `time.monotonic()` value at which the last view that lost a member was shown here; 0.0: none."""
+        return 0.0 if self._loop is None else self._loop.shared.lost_at
+
+    def catch_up(self, timeout_s: float, slots: Collection[int] | None = None) -> None:
+        """Exchange what is decided with other members: the view is then at least as new as theirs at this call, and
+        theirs as this one's.
 
         A member that is dead, or does not answer within `timeout_s` seconds, is not waited for.
+
+        Args:
+            slots: the members to wait for; None: all.
         """
         loop, own, now = self._running(), self.member.nonce, time.monotonic()
-        found = (loop.peers.get(member.nonce) for member in self.view().members if member.nonce != own)
+        asked = [m for m in self.view().members if m.nonce != own and (slots is None or m.slot in slots)]
+        found = (loop.peers.get(member.nonce) for member in asked)
         awaited = [peer for peer in found if peer is not None]
         until, ask_at, question = now + timeout_s, now, next(self._questions)
         while now < until and not loop.shared.has_ended:

@@ -34,7 +34,7 @@ from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Decision, Member
 from ...view.runtime import Runtime
 from ...view.transport.wire import parse_endpoint
-from ..membership.admission import Admission
+from ..membership.admission import CATCH_UP_S, Admission
 from ..membership.rank_table import RankTable
 from ..outbox import CELL_WORDS, NUM_CELLS, has_left
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 ALONE_S = 1.5  # how long a waiting rank is known, and no call ends, before it counts without calls
 LOCK_S = 0.5  # how long to wait for a call in progress, as the agent thread must go on
-CATCH_UP_S = 2.0  # how long to wait for the other members' newest view
 _SEQ_MASK = (1 << SEQ_BITS) - 1
 
 

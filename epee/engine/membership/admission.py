@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
 ASK_PAUSE_S = 0.02
+CATCH_UP_S = 2.0  # how long to wait for other members' agents
 UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy machine
 
 
@@ -259,6 +260,9 @@ class Admission:
     def put_out(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Have members leave the group, and stay in the job; returns when a view has begun without them.
 
+        The other members know it then, but for those that do not answer within 2 s: no rank that is told by this one
+        takes them for members.
+
         Raises:
             CommTimeoutError: the view did not change in time.
             InvalidState: no rank would be left.
@@ -282,6 +286,7 @@ class Admission:
             self._want(staying, tuple(sorted(going)), view.epoch)
             self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
         if self._epoch_regions.full.rank not in ranks:
+            self._runtime.catch_up(CATCH_UP_S, present.values())
             self.apply_view(deadline)
 
     def request_exclusion(self, ranks: Collection[int], staying: Collection[int], least: int) -> int:

@@ -265,7 +265,9 @@ class Agent(Proposer):
         return any(member.nonce == sender for member in decision.members)
 
     def _ask(self, sender: bytes, message: Ask) -> None:
-        if self.epoch:
+        if 0 < self.epoch < message.epoch:  # who asks knows more: what it knows comes first, its next question later
+            self._reply(sender, Ask(self.epoch))
+        elif self.epoch:
             self._reply(sender, Commit(self._since(message.epoch), message.question))
 
     def _report(self, sender: bytes, message: Report) -> None:

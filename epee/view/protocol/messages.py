@@ -240,7 +240,8 @@ class JoinRefused(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request for the decisions after `epoch`. The answer is a `Commit`, empty when there is none newer.
+    """A request for the decisions after `epoch`. The answer is a `Commit`, empty when there is none newer; an agent
+    that does not know `epoch` yet asks for it instead.
 
     `question` is a number of the asking process that the answer repeats, or 0: a `Commit` that was sent before the
     question cannot be taken for its answer (`Runtime.catch_up`).

@@ -114,10 +114,17 @@ def test_a_reset_connection_is_made_again_and_costs_nothing(tmp_path: Path, coun
     assert results == [[6.0 + 4 * number for number in range(12)]] * 4
 
 
-def stopped(rank: int, num_ranks: int, folder: str, mode: str) -> list[str]:
-    """Rank 3, the gateway of rank 1, stands still; who is patient waits, the policy "evict" goes on without it."""
+def stopped(rank: int, num_ranks: int, folder: str, mode: str, late_rank: int = -1) -> list[str]:
+    """Rank 3, the gateway of rank 1, stands still; who is patient waits, the policy "evict" goes on without it.
+
+    `late_rank`: the rank whose agent hears of views a second late.
+    """
     settle(TWO_BY_TWO[rank])
-    group = begin(rank, num_ranks, folder, mode, timeout_s=3.0)
+    group: Any = begin(rank, num_ranks, folder, mode, timeout_s=3.0)
+    if rank == late_rank:
+        loop = group._engine.membership.runtime._loop
+        decide = loop._decide
+        loop._decide = lambda decision: (time.sleep(1.0), decide(decision))
     ends = []
     for number in range(3):
         if rank == 3 and number == 1:
@@ -148,6 +155,13 @@ def test_a_gateway_that_stands_still_is_voted_out(tmp_path: Path) -> None:
     results = run_ranks(stopped, 4, str(tmp_path), "mask", backend=None, timeout_s=60)
     out = ["6.0", "EvictedError", "EvictedError"]
     assert results[:3] in ([["6.0", "3.0", "3.0"]] * 3, [["6.0", "2.0", "2.0"], out, ["6.0", "2.0", "2.0"]])
+    assert results[3][0] == "6.0"
+
+
+def test_a_rank_that_is_late_with_a_view_is_not_voted_out_with_the_lost_one(tmp_path: Path) -> None:
+    """Rank 1 waits for what rank 2 tells of the lost rank; it had waited until the time-out before."""
+    results = run_ranks(stopped, 4, str(tmp_path), "mask", 2, backend=None, timeout_s=60)
+    assert results[:3] == [["6.0", "3.0", "3.0"]] * 3
     assert results[3][0] == "6.0"
 
 

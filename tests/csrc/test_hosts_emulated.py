@@ -292,7 +292,11 @@ def test_a_handle_of_another_view_is_refused_by_all_and_breaks_nothing() -> None
     def spoil(rank: HostsRank) -> None:
         rank.control[control_layout(rank.num_local).offset("view") + 8] = 1
 
-    assert [report[:4] for report in combine_all(world, spoil)] == [[4, rank, 0, 6] for rank in range(3)]
+    found = [report[:4] for report in combine_all(world, spoil)]
+    for rank, (code, refuser, *values) in enumerate(found):
+        # of its island's ranks, which all refuse, it may read a neighbour's refusal before its own block reports
+        island = next(island for island in PATIENT.islands if rank in island)
+        assert (code, values) == (4, [0, 6]) and refuser in island, found
     check_three_calls(world)
 
 

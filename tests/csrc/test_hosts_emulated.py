@@ -296,7 +296,8 @@ def test_a_handle_of_another_view_is_refused_by_all_and_breaks_nothing() -> None
     for rank, (code, refuser, *values) in enumerate(found):
         # of its island's ranks, which all refuse, it may read a neighbour's refusal before its own block reports
         island = next(island for island in PATIENT.islands if rank in island)
-        assert (code, values) == (4, [0, 6]) and refuser in island, found
+        assert (code, values) == (4, [0, 6]), found
+        assert refuser in island, found
     check_three_calls(world)
 
 

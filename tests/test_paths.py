@@ -41,7 +41,7 @@ CEILINGS = {
     # machine that was so in five runs of five.
     "kill": {"all_reduce, peer killed": (45, 505)},
 }
-MAX_CODE_LINES = 50_590
+MAX_CODE_LINES = 50_592
 ATTEMPTS = 5
 
 

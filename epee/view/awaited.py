@@ -113,8 +113,10 @@ class Awaited:
                 names = ", ".join(f"{rank} ({self._runtime.health(slot)})" for rank, slot in slots.items())
                 logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", what(), names)
             return True
+        if self._on_stall != "evict":
+            return False
         deadline = max(deadline, self._runtime.lost_at + min(limit_s, RENEWED_S))
-        if self._on_stall != "evict" or now > deadline + self._runtime.settings.no_quorum_s:
+        if now > deadline + self._runtime.settings.no_quorum_s:
             return False
         if now > deadline and now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now

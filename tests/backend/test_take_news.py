@@ -84,6 +84,7 @@ class Case:
             unregister=lambda group_id: None,
             told=lambda group_id: {},
             error=None,
+            lost_at=0.0,
             look_at=lambda slot: None,
         )
         job: Any = SimpleNamespace(runtime=runtime, release=lambda cause: None)

@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
         runs.append(run_once(given.pytest))
     found = unsteady(runs)
     for name, (outcomes, message) in found.items():
-        told = ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()))
-        print(f"{name}: {told}" + (f"; {message}" if message else ""))
+        numbers = ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()))
+        print(f"{name}: {numbers}" + (f"; {message}" if message else ""))
     print(f"{len(found)} of {len(set().union(*runs))} tests did not pass or skip in all of {given.runs} runs")
     return 1 if found else 0
 

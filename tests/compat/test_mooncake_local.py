@@ -312,8 +312,8 @@ def test_a_rank_whose_agent_is_late_leaves_the_loop_behind_the_same_call() -> No
     assert run_mortal(_hears_late, 3, dead=set(), timeout_s=40) == [3.0, 3.0, 3.0]
 
 
-def _told_late(rank: int, num_ranks: int, folder: str) -> Any:
-    """Rank 0 puts rank 2 out alone; the agent of rank 1 hears of it half a second late, and rank 1 asks at once."""
+def _told_late(rank: int, num_ranks: int, folder: str, caller: int) -> Any:
+    """Rank `caller` puts rank 2 out; the agent of rank 1 hears of it half a second late, and rank 1 asks at once."""
     group = _start(rank, num_ranks, folder)
     assert _total() == 3
     if rank == 1:
@@ -321,12 +321,13 @@ def _told_late(rank: int, num_ranks: int, folder: str) -> Any:
         decide = loop._decide
         loop._decide = lambda decision: (time.sleep(0.5), decide(decision))
     stages.meet(folder, "all", rank, range(num_ranks))
-    if rank == 0:
+    if rank == caller:
         assert pg.deactivate_ranks(group, [2]).status is pg.ProposalStatus.Applied
         stages.reach(folder, "out")
     stages.wait_for(folder, "out")
     return None if rank == 2 else (pg.get_peer_state(group, [0, 1, 2]), _total())
 
 
-def test_a_rank_that_another_one_has_put_out_takes_part_for_nobody_any_more() -> None:
-    assert run_mortal(_told_late, 3, dead=set(), timeout_s=40) == [([True, True, False], 2.0)] * 2 + [None]
+@pytest.mark.parametrize("caller", [0, 2])
+def test_a_rank_that_was_put_out_takes_part_for_nobody_any_more(caller: int) -> None:
+    assert run_mortal(_told_late, 3, caller, dead=set(), timeout_s=40) == [([True, True, False], 2.0)] * 2 + [None]

@@ -285,8 +285,8 @@ class Admission:
                 )
             self._want(staying, tuple(sorted(going)), view.epoch)
             self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
+        self._runtime.catch_up(CATCH_UP_S, present.values())
         if self._epoch_regions.full.rank not in ranks:
-            self._runtime.catch_up(CATCH_UP_S, present.values())
             self.apply_view(deadline)
 
     def request_exclusion(self, ranks: Collection[int], staying: Collection[int], least: int) -> int:
